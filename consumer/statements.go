@@ -41,6 +41,9 @@ func (s *statements) queue(owner int, sql string, args ...any) *pgx.QueuedQuery 
 	return s.batch.Queue(sql, args...)
 }
 
+// engine queues one of the engine's own statements.
+func (s *statements) engine(sql string, args ...any) { s.queue(ownerEngine, sql, args...) }
+
 func (s *statements) len() int { return len(s.owners) }
 
 // truncate forgets what was queued after the first n statements.

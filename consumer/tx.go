@@ -50,6 +50,7 @@ type messageTx struct {
 	sent    bool  // something reached the server while this message ran
 	done    bool  // the handler returned
 	misuse  error // the handler tried to end the transaction
+	sqlErr  error // the first SQL error that the handler was given
 	digest  [16]byte
 	schema  string
 	enqueue int // outbox ids handed out
@@ -128,7 +129,9 @@ func (m *messageTx) Exec(ctx context.Context, sql string, args ...any) (pgconn.C
 	if err := m.direct(ctx, sql); err != nil {
 		return pgconn.CommandTag{}, err
 	}
-	return m.batch.tx.Exec(ctx, sql, args...)
+	tag, err := m.batch.tx.Exec(ctx, sql, args...)
+	m.note(err)
+	return tag, err
 }
 
 func (m *messageTx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
@@ -137,7 +140,9 @@ func (m *messageTx) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 	if err := m.direct(ctx, sql); err != nil {
 		return failedRows{err: err}, err
 	}
-	return m.batch.tx.Query(ctx, sql, args...)
+	rows, err := m.batch.tx.Query(ctx, sql, args...)
+	m.note(err)
+	return notedRows{rows, m}, err
 }
 
 func (m *messageTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -146,7 +151,7 @@ func (m *messageTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.R
 	if err := m.direct(ctx, sql); err != nil {
 		return failedRows{err: err}
 	}
-	return m.batch.tx.QueryRow(ctx, sql, args...)
+	return notedRow{m.batch.tx.QueryRow(ctx, sql, args...), m}
 }
 
 func (m *messageTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
@@ -261,7 +266,9 @@ func (s *savepoint) Exec(ctx context.Context, sql string, args ...any) (pgconn.C
 	if err := s.direct(ctx, sql); err != nil {
 		return pgconn.CommandTag{}, err
 	}
-	return s.Tx.Exec(ctx, sql, args...)
+	tag, err := s.Tx.Exec(ctx, sql, args...)
+	s.m.note(err)
+	return tag, err
 }
 
 func (s *savepoint) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
@@ -270,7 +277,9 @@ func (s *savepoint) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 	if err := s.direct(ctx, sql); err != nil {
 		return failedRows{err: err}, err
 	}
-	return s.Tx.Query(ctx, sql, args...)
+	rows, err := s.Tx.Query(ctx, sql, args...)
+	s.m.note(err)
+	return notedRows{rows, s.m}, err
 }
 
 func (s *savepoint) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
@@ -279,7 +288,7 @@ func (s *savepoint) QueryRow(ctx context.Context, sql string, args ...any) pgx.R
 	if err := s.direct(ctx, sql); err != nil {
 		return failedRows{err: err}
 	}
-	return s.Tx.QueryRow(ctx, sql, args...)
+	return notedRow{s.Tx.QueryRow(ctx, sql, args...), s.m}
 }
 
 func (s *savepoint) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
@@ -336,7 +345,11 @@ func (s *savepoint) Rollback(ctx context.Context) error {
 			return err
 		}
 	}
-	return s.Tx.Rollback(ctx)
+	err := s.Tx.Rollback(ctx)
+	if err == nil {
+		s.m.sqlErr = nil // what failed inside the savepoint is undone
+	}
+	return err
 }
 
 // endsTransaction recognises statements that would end or begin a
@@ -361,6 +374,42 @@ func endsTransaction(sql string) bool {
 		return strings.HasPrefix(rest, "transaction")
 	}
 	return false
+}
+
+// note keeps the first SQL error of the message: what a handler returns may
+// hide a deadlock, and a deadlock is nobody's failure.
+func (m *messageTx) note(err error) {
+	if err != nil && m.sqlErr == nil && failure.SQLState(err) != "" {
+		m.sqlErr = err
+	}
+}
+
+type notedRow struct {
+	pgx.Row
+	m *messageTx
+}
+
+func (r notedRow) Scan(dest ...any) error {
+	err := r.Row.Scan(dest...)
+	r.m.note(err)
+	return err
+}
+
+type notedRows struct {
+	pgx.Rows
+	m *messageTx
+}
+
+func (r notedRows) Err() error {
+	err := r.Rows.Err()
+	r.m.note(err)
+	return err
+}
+
+func (r notedRows) Scan(dest ...any) error {
+	err := r.Rows.Scan(dest...)
+	r.m.note(err)
+	return err
 }
 
 // failedRows is a result that was never asked for.
