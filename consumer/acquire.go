@@ -269,6 +269,9 @@ func (s *session) committed(ctx context.Context, topic string, partition int32) 
 	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
 	defer cancel()
 	all, err := s.admin.FetchOffsetsForTopics(ctx, s.c.cfg.Group, topic)
+	if errors.Is(err, kerr.GroupIDNotFound) {
+		return nil, nil
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime/debug"
+	"time"
 
 	"github.com/kafkaonce/kafkaonce/failure"
 )
@@ -17,6 +18,7 @@ func (t *trial) call(ctx context.Context, e *entry, tx Tx) (err error) {
 	if e.decoded != nil {
 		ctx = withDecoded(ctx, decodedValue{&e.Message, e.decoded})
 	}
+	defer func() { e.ranAt = time.Now() }()
 	defer recovered(&err)
 	return inTime(ctx, t.c.cfg.Handler.Handle(ctx, tx, &e.Message))
 }
@@ -24,6 +26,7 @@ func (t *trial) call(ctx context.Context, e *entry, tx Tx) (err error) {
 func (t *trial) begins(e *entry) {
 	e.runs++
 	e.Attempt = e.attempts + 1
+	e.began = time.Now()
 	t.a.runningOn(e.Offset)
 }
 
@@ -230,6 +233,11 @@ func (t *trial) callBatch(ctx context.Context, order []int, tx Tx) (err error) {
 	if t.c.cfg.decoder() != nil {
 		ctx = withDecoded(ctx, decoded)
 	}
+	defer func() {
+		for _, i := range order {
+			t.entries[i].ranAt = time.Now()
+		}
+	}()
 	defer recovered(&err)
 	return inTime(ctx, t.c.cfg.Batch.HandleBatch(ctx, tx, ms))
 }

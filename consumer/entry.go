@@ -38,6 +38,7 @@ type entry struct {
 	schedule     *schedule
 	nextAt       time.Time
 	runs         int
+	began, ranAt time.Time // of its latest run
 
 	held     bool      // set aside by the lane
 	due      bool      // its attempts are spent; waits for the flood guard

@@ -139,14 +139,14 @@ func (l *lane) lethal(e *entry) bool {
 func (l *lane) apply(ctx context.Context, t *trial) {
 	var failed, rerun, resolved []*entry
 	var errs []error
-	succeeded := false
+	var succeeded time.Time // when the latest successful run began
 	for i, e := range t.entries {
 		result := ResultDuplicate
 		switch t.fates[i] {
 		case fateDone:
-			result, succeeded = ResultDone, true
+			result, succeeded = ResultDone, later(succeeded, e.began)
 		case fateSkipped:
-			result, succeeded = ResultSkipped, succeeded || t.running
+			result, succeeded = ResultSkipped, later(succeeded, e.began)
 			e.code = codeOf(t.errs[i])
 		case fateDuplicate:
 			e.code = t.causes[i]
@@ -169,8 +169,8 @@ func (l *lane) apply(ctx context.Context, t *trial) {
 		resolved = append(resolved, e)
 		l.c.outcome(e, result, nil)
 	}
-	if succeeded {
-		l.c.guard.succeeded(t.started)
+	if !succeeded.IsZero() {
+		l.c.guard.succeeded(succeeded)
 		l.c.outage.healthy()
 		l.lift()
 	}
@@ -179,6 +179,13 @@ func (l *lane) apply(ctx context.Context, t *trial) {
 	if len(failed) > 0 {
 		l.failed(ctx, failed, errs)
 	}
+}
+
+func later(a, b time.Time) time.Time {
+	if b.After(a) {
+		return b
+	}
+	return a
 }
 
 var errReused = errors.New("another message with this idempotency key, and another fingerprint, took effect before; is Key an entity id?")
@@ -212,6 +219,10 @@ func (l *lane) failed(ctx context.Context, es []*entry, errs []error) {
 	var save []*entry
 	for i, e := range es {
 		err := errs[i]
+		failedAt := now
+		if !e.ranAt.IsZero() {
+			failedAt = e.ranAt
+		}
 		v := failure.VerdictOf(err)
 		e.failure = err
 		if e.fault != nil && v.Kind != failure.VerdictPermanent {
@@ -228,16 +239,16 @@ func (l *lane) failed(ctx context.Context, es []*entry, errs []error) {
 				continue
 			}
 			e.code = "unavailable_" + v.Dependency
-			e.spend(l.c.cfg.Retry, now, 0, false)
+			e.spend(l.c.cfg.Retry, failedAt, 0, false)
 		case failure.VerdictSnooze:
 			e.code = codeOf(err)
-			e.snooze(l.c.cfg.Retry, now, v.Delay)
+			e.snooze(l.c.cfg.Retry, failedAt, v.Delay)
 		case failure.VerdictPermanent:
 			e.code = codeOf(err)
-			e.spend(l.c.cfg.Retry, now, 0, true)
+			e.spend(l.c.cfg.Retry, failedAt, 0, true)
 		default:
 			e.code = codeOf(err)
-			e.spend(l.c.cfg.Retry, now, v.Delay, false)
+			e.spend(l.c.cfg.Retry, failedAt, v.Delay, false)
 		}
 		if e.revival && e.attempts > 0 {
 			e.atOnce = true // one attempt is all it gets

@@ -1,0 +1,91 @@
+package devenv
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// supervised is a server that ends with us. A shell starts it, then reads
+// from a pipe: a line says how to stop and to keep the data; the end of the
+// pipe, which comes also when we are killed, stops it and removes the data.
+type supervised struct {
+	cmd   *exec.Cmd
+	stdin io.WriteCloser
+	done  chan struct{}
+	once  sync.Once
+}
+
+// The server is started in the background with its arguments; $1 is the
+// folder to remove at the end, $2 the log file.
+const supervisorScript = `root=$1; log=$2; shift 2
+"$@" >>"$log" 2>&1 </dev/null &
+pid=$!
+echo $pid > "$root/server.pid"
+if read -r how; then keep=1; else keep=0; how=INT; fi
+kill -$how $pid 2>/dev/null
+( sleep 20; kill -KILL $pid 2>/dev/null ) >/dev/null 2>&1 & guard=$!
+wait $pid 2>/dev/null
+kill $guard 2>/dev/null
+[ $keep = 1 ] || rm -rf "$root"
+`
+
+func supervise(root, log string, cred *syscall.Credential, env []string, argv ...string) (*supervised, error) {
+	cmd := exec.Command("sh", append([]string{"-c", supervisorScript, "supervisor", root, log}, argv...)...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: cred}
+	cmd.Dir = root
+	cmd.Env = append(os.Environ(), env...)
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start %s: %w", argv[0], err)
+	}
+	s := &supervised{cmd: cmd, stdin: stdin, done: make(chan struct{})}
+	go func() {
+		_ = cmd.Wait()
+		close(s.done)
+	}()
+	return s, nil
+}
+
+// stop ends the server with a signal (INT, QUIT, KILL …) and keeps its data.
+func (s *supervised) stop(signal string) error {
+	s.once.Do(func() {
+		_, _ = io.WriteString(s.stdin, signal+"\n")
+		_ = s.stdin.Close()
+	})
+	return s.wait()
+}
+
+// remove ends the server and removes its data.
+func (s *supervised) remove() error {
+	s.once.Do(func() { _ = s.stdin.Close() })
+	return s.wait()
+}
+
+func (s *supervised) wait() error {
+	select {
+	case <-s.done:
+		return nil
+	case <-time.After(30 * time.Second):
+		return errors.New("the server did not end within 30 s")
+	}
+}
+
+// freePort is a port of 127.0.0.1 that nobody listens on.
+func freePort() (int, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return 0, err
+	}
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port, nil
+}
