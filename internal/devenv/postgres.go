@@ -161,7 +161,7 @@ func (p *Postgres) run(ctx context.Context, name string, args ...string) error {
 // start starts the server and waits until it is ours that answers.
 func (p *Postgres) start(ctx context.Context) (err error) {
 	log := filepath.Join(p.root, "server.log")
-	p.server, err = supervise(p.root, log, p.cred, []string{"LC_ALL=C"}, filepath.Join(p.bin, "postgres"), "-D", p.DataDir)
+	p.server, err = supervise(p.root, log, "INT", p.cred, []string{"LC_ALL=C"}, filepath.Join(p.bin, "postgres"), "-D", p.DataDir)
 	if err != nil {
 		return err
 	}

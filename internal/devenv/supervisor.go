@@ -23,12 +23,13 @@ type supervised struct {
 }
 
 // The server is started in the background with its arguments; $1 is the
-// folder to remove at the end, $2 the log file.
-const supervisorScript = `root=$1; log=$2; shift 2
+// folder to remove at the end, $2 the log file, $3 the signal that ends the
+// server when nobody said how.
+const supervisorScript = `root=$1; log=$2; end=$3; shift 3
 "$@" >>"$log" 2>&1 </dev/null &
 pid=$!
 echo $pid > "$root/server.pid"
-if read -r how; then keep=1; else keep=0; how=INT; fi
+if read -r how; then keep=1; else keep=0; how=$end; fi
 kill -$how $pid 2>/dev/null
 ( sleep 20; kill -KILL $pid 2>/dev/null ) >/dev/null 2>&1 & guard=$!
 wait $pid 2>/dev/null
@@ -36,8 +37,8 @@ kill $guard 2>/dev/null
 [ $keep = 1 ] || rm -rf "$root"
 `
 
-func supervise(root, log string, cred *syscall.Credential, env []string, argv ...string) (*supervised, error) {
-	cmd := exec.Command("sh", append([]string{"-c", supervisorScript, "supervisor", root, log}, argv...)...)
+func supervise(root, log, end string, cred *syscall.Credential, env []string, argv ...string) (*supervised, error) {
+	cmd := exec.Command("sh", append([]string{"-c", supervisorScript, "supervisor", root, log, end}, argv...)...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: cred}
 	cmd.Dir = root
 	cmd.Env = append(os.Environ(), env...)
