@@ -17,6 +17,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 	"go.uber.org/goleak"
 
 	"github.com/kafkaonce/kafkaonce/internal/devenv"
@@ -63,6 +64,16 @@ type world struct {
 	changes  []Assignment
 	pauses   []Pause
 	runs     map[string]int
+	log      map[int32][]published // what each partition holds
+	checked  map[int32]int64       // offsets below were checked at an OffsetCommit
+	commits  map[int32][]int64     // what the broker was asked to commit
+	lax      bool                  // the test breaks what the watchers check
+}
+
+// published is one record that a test wrote.
+type published struct {
+	offset int64
+	id     string
 }
 
 var worlds atomic.Int64
@@ -77,7 +88,8 @@ func newWorld(t *testing.T, partitions int32, opts ...kfake.Opt) *world {
 		t.Fatal(err)
 	}
 	t.Cleanup(kafka.Close)
-	w := &world{t: t, ctx: ctx, kafka: kafka, topic: "payments", schema: fmt.Sprintf("t%d", worlds.Add(1)), runs: map[string]int{}}
+	w := &world{t: t, ctx: ctx, kafka: kafka, topic: "payments", schema: fmt.Sprintf("t%d", worlds.Add(1)), runs: map[string]int{},
+		log: map[int32][]published{}, checked: map[int32]int64{}, commits: map[int32][]int64{}}
 	w.client, err = kgo.NewClient(kgo.SeedBrokers(kafka.Brokers...), kgo.RecordPartitioner(kgo.ManualPartitioner()))
 	if err != nil {
 		t.Fatal(err)
@@ -93,7 +105,93 @@ func newWorld(t *testing.T, partitions int32, opts ...kfake.Opt) *world {
 	w.exec(`create table effect (id text primary key, record_key text, partition int, record_offset bigint, member text, at timestamptz default clock_timestamp(), seq bigserial)`)
 	w.exec(`create table total (id int primary key, n bigint not null)`)
 	w.exec(`insert into total values (1, 0)`)
+	w.watchCommits()
+	w.watchClaims()
 	return w
+}
+
+// watchCommits checks I3 and I4 at the broker: when an OffsetCommit arrives,
+// every record below it has an effect under its key, or is a letter.
+func (w *world) watchCommits() {
+	w.kafka.Cluster.ControlKey(int16(kmsg.OffsetCommit), func(r kmsg.Request) (kmsg.Response, error, bool) {
+		w.kafka.Cluster.KeepControl()
+		req := r.(*kmsg.OffsetCommitRequest)
+		if req.Group != "billing" || req.MemberID == "" { // tests move offsets themselves
+			return nil, nil, false
+		}
+		for _, t := range req.Topics {
+			for _, p := range t.Partitions {
+				w.checkCommit(p.Partition, p.Offset)
+			}
+		}
+		return nil, nil, false
+	})
+}
+
+func (w *world) checkCommit(partition int32, offset int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.commits[partition] = append(w.commits[partition], offset)
+	var ids []string
+	var offsets []int64
+	for _, r := range w.log[partition] {
+		if r.offset >= w.checked[partition] && r.offset < offset {
+			ids, offsets = append(ids, r.id), append(offsets, r.offset)
+		}
+	}
+	if w.lax || len(ids) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second)
+	defer cancel()
+	var first *int64
+	err := w.pool.QueryRow(ctx, `select min(u.at) from unnest($1::text[], $2::bigint[]) u (id, at) where not exists (select 1 from effect where id = u.id)
+		and not exists (select 1 from letter where partition = $3 and record_offset = u.at)`, ids, offsets, partition).Scan(&first)
+	switch {
+	case err != nil: // the test took the database away
+	case first != nil:
+		w.t.Errorf("I4: partition %d was committed at %d, but record %d has neither effect nor letter", partition, offset, *first)
+	default:
+		w.checked[partition] = offset
+	}
+}
+
+// watchClaims checks I2 all the time, from another connection: effects and
+// claims are the same set in every snapshot.
+func (w *world) watchClaims() {
+	stop := make(chan struct{})
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case <-stop:
+				return
+			case <-time.After(20 * time.Millisecond):
+			}
+			var effects, total, claims int
+			err := w.pool.QueryRow(w.ctx, `select (select count(*) from effect), (select n from total), (select count(*) from claim where state = 1)`).Scan(&effects, &total, &claims)
+			w.mu.Lock()
+			lax := w.lax
+			w.mu.Unlock()
+			if err == nil && !lax && (effects != claims || total != effects) {
+				w.t.Errorf("I2: a snapshot shows %d effects, a total of %d and %d claims", effects, total, claims)
+				return
+			}
+		}
+	}()
+	w.t.Cleanup(func() {
+		close(stop)
+		<-done
+	})
+}
+
+// loosen turns the watchers off, for tests in which claims have no effect or
+// the log and the database are changed behind the consumer's back.
+func (w *world) loosen() {
+	w.mu.Lock()
+	w.lax = true
+	w.mu.Unlock()
 }
 
 func (w *world) connect(url string) *pgxpool.Pool {
@@ -148,9 +246,30 @@ func (w *world) rec(partition int32, id, key, value string) *kgo.Record {
 
 func (w *world) publish(rs ...*kgo.Record) {
 	w.t.Helper()
-	if err := w.client.ProduceSync(w.ctx, rs...).FirstErr(); err != nil {
+	results := w.client.ProduceSync(w.ctx, rs...)
+	if err := results.FirstErr(); err != nil {
 		w.t.Fatal(err)
 	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, r := range results {
+		id := ""
+		if len(r.Record.Headers) > 0 {
+			id = string(r.Record.Headers[0].Value)
+		}
+		w.log[r.Record.Partition] = append(w.log[r.Record.Partition], published{r.Record.Offset, id})
+	}
+}
+
+// fill publishes n messages with ids prefix0, prefix1, … to a partition, over
+// keys order keys.
+func (w *world) fill(partition int32, prefix string, n, keys int) {
+	w.t.Helper()
+	rs := make([]*kgo.Record, n)
+	for i := range rs {
+		rs[i] = w.rec(partition, fmt.Sprint(prefix, i), fmt.Sprint("k", i%keys), "ok")
+	}
+	w.publish(rs...)
 }
 
 // config is a consumer whose handler inserts an effect and adds to a total;
