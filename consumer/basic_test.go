@@ -46,8 +46,8 @@ func TestPoisonBecomesALetterAndNothingElse(t *testing.T) {
 	}
 	w.eventually("outbox sent", func() bool { return w.count(`select count(*) from outbox`) == 0 })
 	for _, id := range []string{"id0", "id50"} { // id99 has nothing behind it, so it may run once more before it is judged
-		if w.runs[id] != 3 {
-			t.Errorf("%s ran %d times, want 3", id, w.runs[id])
+		if w.timesRan(id) != 3 {
+			t.Errorf("%s ran %d times, want 3", id, w.timesRan(id))
 		}
 	}
 }

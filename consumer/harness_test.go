@@ -314,6 +314,49 @@ func (w *world) results(r Result) (out []Outcome) {
 	return out
 }
 
+// timesRan is how often the handler ran for an id.
+func (w *world) timesRan(id string) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.runs[id]
+}
+
+// ranAgain lists the ids whose handler ran more than once.
+func (w *world) ranAgain() (ids []string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for id, n := range w.runs {
+		if n > 1 {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// changesOf counts the steps of one kind in the lives of all assignments.
+func (w *world) changesOf(kind AssignmentChange) (n int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range w.changes {
+		if c.Change == kind {
+			n++
+		}
+	}
+	return n
+}
+
+// gapsOf lists the gaps of one kind.
+func (w *world) gapsOf(kind GapKind) (out []Gap) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, g := range w.gaps {
+		if g.Kind == kind {
+			out = append(out, g)
+		}
+	}
+	return out
+}
+
 var errPoison = errors.New("poison")
 
 func (w *world) ran(m *Message) int {

@@ -232,8 +232,8 @@ func TestVerdictsOfAHandler(t *testing.T) {
 	w.drained(0, 26)
 	want := map[string]int{"skip": 1, "snooze": 4, "permanent": 1, "retry_after": 2, "http_404": 1, "http_503": 2}
 	for id, n := range want {
-		if w.runs[id] != n {
-			t.Errorf("%s ran %d times, want %d", id, w.runs[id], n)
+		if w.timesRan(id) != n {
+			t.Errorf("%s ran %d times, want %d", id, w.timesRan(id), n)
 		}
 	}
 	if n := w.count(`select count(*) from effect`); n != 23 {

@@ -23,6 +23,7 @@ type session struct {
 	admin  *kadm.Client
 	work   context.Context // ends when handlers must stop
 	slots  chan struct{}   // acquires that use the database at once
+	opened chan struct{}   // closed when client and admin are set: callbacks may come before
 
 	mu       sync.Mutex
 	assigned map[spot]*assignment
@@ -60,7 +61,7 @@ var errRenew = errors.New("the Kafka client must be replaced")
 
 func (c *Consumer) newSession(work context.Context) (*session, error) {
 	s := &session{
-		c: c, work: work, slots: make(chan struct{}, 2),
+		c: c, work: work, slots: make(chan struct{}, 2), opened: make(chan struct{}),
 		assigned: map[spot]*assignment{}, fences: map[spot]fenceCount{}, logs: map[string]*logFetch{},
 	}
 	opts := append(append(tunableOpts(), c.cfg.Kafka...), s.fixedOpts()...)
@@ -69,6 +70,7 @@ func (c *Consumer) newSession(work context.Context) (*session, error) {
 		return nil, fmt.Errorf("%w: Kafka: %w", ErrConfig, err)
 	}
 	s.client, s.admin = client, kadm.NewClient(client)
+	close(s.opened)
 	return s, nil
 }
 

@@ -14,6 +14,7 @@ import (
 // onAssigned only creates the assignments and pauses them: polls stand still
 // while a callback runs.
 func (s *session) onAssigned(_ context.Context, _ *kgo.Client, partitions map[string][]int32) {
+	<-s.opened
 	for topic, ps := range partitions {
 		for _, p := range ps {
 			s.create(spot{topic, p}, 0)
@@ -23,7 +24,7 @@ func (s *session) onAssigned(_ context.Context, _ *kgo.Client, partitions map[st
 }
 
 // create makes an assignment and starts its acquire, after delay.
-func (s *session) create(at spot, delay time.Duration) *assignment {
+func (s *session) create(at spot, delay time.Duration) {
 	a := newAssignment(s.c, s, at.topic, at.partition)
 	s.mu.Lock()
 	s.assigned[at] = a
@@ -34,12 +35,12 @@ func (s *session) create(at spot, delay time.Duration) *assignment {
 		defer s.c.group.Done()
 		s.acquire(a, delay)
 	}()
-	return a
 }
 
 // onRevoked lets running batches end within DrainOnRevoke, since all polls of
 // the member stand still meanwhile; the fence covers the rest.
 func (s *session) onRevoked(ctx context.Context, _ *kgo.Client, partitions map[string][]int32) {
+	<-s.opened
 	gone := s.remove(partitions)
 	if len(gone) == 0 {
 		return
@@ -124,10 +125,9 @@ func (s *session) acquireAnew(a *assignment, why string, delay time.Duration) {
 		return
 	}
 	s.c.faults.warn("acquiring a partition anew", "topic", a.topic, "partition", a.partition, "why", why)
-	b := s.create(at, delay)
+	s.create(at, delay)
 	a.cancel()
 	a.discard()
-	_ = b
 }
 
 // fenced reacts to the loss of a partition in Postgres. If Kafka still says

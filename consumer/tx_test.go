@@ -207,7 +207,7 @@ func TestDeferredConstraintFindsItsCulprit(t *testing.T) {
 	w.drained(0, 64)
 	w.consistent(63)
 	w.letters("sqlstate_23503", 1)
-	if n := w.runs["id41"]; n > 3+14 { // three counted runs, and log2(64) halvings for each of at most two trials
+	if n := w.timesRan("id41"); n > 3+14 { // three counted runs, and log2(64) halvings for each of at most two trials
 		t.Errorf("the culprit ran %d times", n)
 	}
 }
