@@ -28,6 +28,8 @@ type assignment struct {
 
 	mu         sync.Mutex
 	acquired   bool
+	begun      time.Time
+	closing    string // why it goes back to acquire once nothing is in hand
 	stopOnce   sync.Once
 	pauses     map[PauseReason]string
 	wm         watermark
@@ -61,7 +63,7 @@ func newAssignment(c *Consumer, s *session, topic string, partition int32) *assi
 // begin starts the lane at a decided position.
 func (a *assignment) begin(d dedupe.Decision) {
 	a.mu.Lock()
-	a.acquired = true
+	a.acquired, a.begun = true, time.Now()
 	a.wm = startWatermark(d.Next, d.LeaderEpoch)
 	a.inPostgres, a.inKafka = d.Next, -1
 	a.headAt = time.Now()
@@ -79,7 +81,7 @@ func (a *assignment) begin(d dedupe.Decision) {
 func (a *assignment) accept(rs []*kgo.Record) (taken int) {
 	now := time.Now()
 	a.mu.Lock()
-	if !a.acquired || a.isStopped() {
+	if !a.acquired || a.closing != "" || a.isStopped() {
 		a.mu.Unlock()
 		return 0
 	}
@@ -173,6 +175,32 @@ func (a *assignment) discard() {
 
 // stopIntake ends the lane after what runs now.
 func (a *assignment) stopIntake() { a.stopOnce.Do(func() { close(a.stop) }) }
+
+// closeWith ends the intake of records; what is in hand goes on. It reports
+// whether that is news.
+func (a *assignment) closeWith(why string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.acquired || a.closing != "" {
+		return false
+	}
+	a.closing = why
+	return true
+}
+
+// age is how long the assignment has been running.
+func (a *assignment) age() time.Duration {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return time.Since(a.begun)
+}
+
+// emptied says why the assignment goes back to acquire, when that is due.
+func (a *assignment) emptied() (string, bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.closing, a.closing != "" && a.wm.ahead() == 0
+}
 
 func (a *assignment) stopped() <-chan struct{} { return a.stop }
 

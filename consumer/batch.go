@@ -351,7 +351,7 @@ func (t *trial) settle(ctx context.Context, f *fencedTx, btx *batchTx) ending {
 			if e.stored {
 				attempted = append(attempted, e.letterID)
 			}
-			if e.revival {
+			if e.revival || e.again {
 				t.c.letters.Resolve(btx.statements.engine, t.c.cfg.Group, e.digest, dlq.ResolvedByResend)
 			}
 		default:

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"runtime/debug"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -48,6 +49,8 @@ type entry struct {
 	atOnce   bool      // the verdict was permanent
 	alone    bool      // must be the only one in its transaction
 	revival  bool      // a dead claim of other coordinates: one attempt
+	first    *dlq.Origin // KeyPosition only: where a letter that was republished came from
+	again    bool        // carries a letter's id: it was published again from a DLQ topic
 	skip     *failure.Verdict
 	lethal   int   // infrastructure errors while it ran alone
 	seen     int64 // guard's count of successes at the last of them
@@ -97,6 +100,7 @@ func (e *entry) prepare(cfg *Config) {
 	}
 	e.prepared = true
 	e.letterID = dlq.LetterID(cfg.Group, e.origin())
+	_, e.again = e.Header(dlq.HeaderLetterID)
 	defer func() {
 		if v := recover(); v != nil {
 			e.fault = failure.Permanent(failure.CodePanic, &failure.PanicError{Value: v, Stack: debug.Stack()})
@@ -114,6 +118,11 @@ func (e *entry) prepare(cfg *Config) {
 		return
 	}
 	e.Key = key
+	if strings.HasPrefix(key, positionPrefix) {
+		if o, ok := dlq.FirstOrigin(e.Headers); ok {
+			e.first = &o
+		}
+	}
 	if cfg.Tenant != nil {
 		if e.Tenant, err = cfg.Tenant(&e.Message); err != nil {
 			e.fault = verdictOr(err, failure.CodeTenant)

@@ -77,15 +77,15 @@ func KeyJSON(path string) KeyFunc {
 // with its headers: it keeps the key of the record it came from.
 func KeyPosition() KeyFunc {
 	return func(m *Message) (string, error) {
-		var b []byte
-		b = append(b, "pos:"...)
-		b = fmt.Appendf(b, "%x", m.TopicID[:])
-		for _, n := range []int64{int64(m.Partition), int64(m.LeaderEpoch), m.Offset} {
-			b = append(b, '/')
-			b = strconv.AppendInt(b, n, 10)
-		}
-		return string(b), nil
+		return positionKey(m.TopicID, m.Partition, m.LeaderEpoch, m.Offset), nil
 	}
+}
+
+// positionPrefix begins the keys of KeyPosition.
+const positionPrefix = "pos:"
+
+func positionKey(topicID [16]byte, partition, epoch int32, offset int64) string {
+	return fmt.Sprintf("%s%x/%d/%d/%d", positionPrefix, topicID[:], partition, epoch, offset)
 }
 
 // KeyCloudEvent takes source and id of a CloudEvents 1.0 message, which

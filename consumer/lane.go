@@ -83,6 +83,10 @@ func (l *lane) run(ctx context.Context) {
 		}
 		l.a.holding(l.held)
 		l.a.relieve()
+		if why, ok := l.a.emptied(); ok {
+			l.a.s.renewed(l.a, why)
+			return
+		}
 		if len(work) > 0 {
 			continue
 		}

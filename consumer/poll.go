@@ -164,7 +164,7 @@ func (s *session) deliver(ctx context.Context, fetches kgo.Fetches) (records int
 			return
 		}
 		if next, ok := a.expected(); ok && p.LogStartOffset > next && len(p.Records) > 0 {
-			s.acquireAnew(a, fmt.Sprintf("the log begins at %d, above the next expected offset %d", p.LogStartOffset, next), 0)
+			s.reacquire(a, fmt.Sprintf("the log begins at %d, above the next expected offset %d", p.LogStartOffset, next))
 			return
 		}
 		records += a.accept(p.Records)
@@ -187,7 +187,7 @@ func (s *session) partitionError(a *assignment, topic string, partition int32, e
 			s.endWith(err)
 		}
 	case a != nil && (errors.Is(err, kerr.OffsetOutOfRange) || errors.As(err, &loss)):
-		s.acquireAnew(a, err.Error(), 200*time.Millisecond)
+		s.reacquire(a, err.Error())
 	default:
 		s.c.faults.warn("Kafka: fetch failed; it is tried again", "topic", topic, "partition", partition, "err", err)
 	}

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kafkaonce/kafkaonce/dedupe"
+	"github.com/kafkaonce/kafkaonce/dlq"
 	"github.com/kafkaonce/kafkaonce/failure"
 )
 
@@ -20,7 +22,10 @@ func (l *lane) process(ctx context.Context, work []*entry) {
 		return
 	}
 	t := &trial{c: l.c, a: l.a, entries: work}
-	end := t.run(ctx)
+	end := outage
+	if t.err = l.adopt(ctx, work); t.err == nil {
+		end = t.run(ctx)
+	}
 	l.c.limiter.release()
 	l.a.runningOn(-1)
 	n := len(work)
@@ -44,10 +49,42 @@ func (l *lane) process(ctx context.Context, work []*entry) {
 	case outage:
 		l.struck(ctx, t)
 	case refused:
+		l.requeue(work) // if the reason is gone by now, it runs again
 		l.a.refused(ctx, t.err)
 	case abandoned:
 		l.requeue(work)
 	}
+}
+
+// adopt gives a letter that was republished the key of the record it came
+// from, if this group has that letter: it then takes effect once, however often
+// it is published again. Only keys made of positions need it; every other key
+// travels with the record.
+func (l *lane) adopt(ctx context.Context, work []*entry) error {
+	var ids [][16]byte
+	for _, e := range work {
+		if e.first != nil {
+			ids = append(ids, dlq.LetterID(l.c.cfg.Group, *e.first))
+		}
+	}
+	if len(ids) == 0 {
+		return nil
+	}
+	known, err := l.c.letters.Known(ctx, l.c.cfg.DB, ids)
+	if err != nil {
+		return err
+	}
+	for _, e := range work {
+		if e.first == nil {
+			continue
+		}
+		if o := *e.first; known[dlq.LetterID(l.c.cfg.Group, o)] {
+			e.Key = positionKey(o.TopicID, o.Partition, o.LeaderEpoch, o.Offset)
+			e.digest = dedupe.Digest(l.c.cfg.Scope, e.Tenant, e.Key)
+		}
+		e.first = nil
+	}
+	return nil
 }
 
 // skipFault handles a verdict of Skip that a key function or decoder gave.
@@ -255,8 +292,8 @@ func (l *lane) failed(ctx context.Context, es []*entry, errs []error) {
 			e.makeDue(now)
 		}
 		l.hold(e)
-		if e.due {
-			l.c.guard.due(e.place(), e.code, now)
+		if e.due && !l.c.guard.successSince(e.firstFailure) {
+			l.c.guard.due(e.place(), e.code, now) // the others can be buried at once
 		}
 		if !e.atOnce {
 			save = append(save, e)

@@ -17,14 +17,15 @@ func (s *session) onAssigned(_ context.Context, _ *kgo.Client, partitions map[st
 	<-s.opened
 	for topic, ps := range partitions {
 		for _, p := range ps {
-			s.create(spot{topic, p}, 0)
+			s.create(spot{topic, p}, 0, func() {})
 			s.c.assignment(Assignment{Topic: topic, Partition: p, Change: Assigned})
 		}
 	}
 }
 
-// create makes an assignment and starts its acquire, after delay.
-func (s *session) create(at spot, delay time.Duration) {
+// create makes an assignment and starts its acquire, after delay and after
+// what ends its predecessor.
+func (s *session) create(at spot, delay time.Duration, before func()) {
 	a := newAssignment(s.c, s, at.topic, at.partition)
 	s.mu.Lock()
 	s.assigned[at] = a
@@ -33,6 +34,7 @@ func (s *session) create(at spot, delay time.Duration) {
 	s.c.group.Add(1)
 	go func() {
 		defer s.c.group.Done()
+		before()
 		s.acquire(a, delay)
 	}()
 }
@@ -108,12 +110,38 @@ func (s *session) drain(ctx context.Context, as []*assignment, wait time.Duratio
 func (s *session) end(a *assignment) {
 	a.stopIntake()
 	a.cancel()
-	a.clearAllPauses()
+	if now := s.get(spot{a.topic, a.partition}); now == nil { // nobody took its place
+		a.clearAllPauses()
+	}
 	a.discard()
 }
 
-// acquireAnew replaces an assignment that can't go on where it stands.
+// reacquire sends a partition back to acquire, where the log is looked at and
+// a gap gets its exact range, as soon as everything in hand is resolved.
+func (s *session) reacquire(a *assignment, why string) {
+	if !a.closeWith(why) {
+		return // not acquired yet, or on its way
+	}
+	a.setPaused(PauseAcquiring, why)
+	a.lane.wake()
+}
+
+// renewed replaces an assignment that has nothing left in hand.
+func (s *session) renewed(a *assignment, why string) {
+	s.replace(a, why, max(0, time.Second-a.age()), func() { // no hot loop if the reason comes back
+		s.drain(context.Background(), []*assignment{a}, s.c.cfg.DrainOnRevoke)
+	})
+}
+
+// acquireAnew replaces an assignment that must not go on: its work is undone.
 func (s *session) acquireAnew(a *assignment, why string, delay time.Duration) {
+	s.replace(a, why, delay, func() {
+		a.cancel()
+		a.discard()
+	})
+}
+
+func (s *session) replace(a *assignment, why string, delay time.Duration, end func()) {
 	at := spot{a.topic, a.partition}
 	s.mu.Lock()
 	current := s.assigned[at] == a && !a.isStopped()
@@ -125,9 +153,7 @@ func (s *session) acquireAnew(a *assignment, why string, delay time.Duration) {
 		return
 	}
 	s.c.faults.warn("acquiring a partition anew", "topic", a.topic, "partition", a.partition, "why", why)
-	s.create(at, delay)
-	a.cancel()
-	a.discard()
+	s.create(at, delay, end)
 }
 
 // fenced reacts to the loss of a partition in Postgres. If Kafka still says

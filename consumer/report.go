@@ -72,9 +72,9 @@ func codeFor(e *entry, r Result) string {
 }
 
 func (c *Consumer) paused(p Pause) {
-	if p.On {
+	if p.On && p.Reason != PauseAcquiring {
 		c.log.Warn("kafkaonce: paused", "topic", p.Topic, "partition", p.Partition, "reason", string(p.Reason), "detail", p.Detail)
-	} else if p.Reason != PauseAcquiring {
+	} else if !p.On && p.Reason != PauseAcquiring {
 		c.log.Info("kafkaonce: resumed", "topic", p.Topic, "partition", p.Partition, "reason", string(p.Reason))
 	}
 	if c.cfg.Observer.Paused != nil {

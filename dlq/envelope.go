@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
+	"fmt"
 	"strconv"
 	"strings"
 	"time"
@@ -92,11 +93,10 @@ func LetterID(group string, o Origin) (id [16]byte) {
 // until they fit into maxAdded. Coordinates and ids are never cut.
 func (e *Envelope) Record(topic string, d Dialect, maxAdded int) *kgo.Record {
 	r := &kgo.Record{Topic: topic, Key: e.RecordKey, Value: e.Value}
-	origin := []byte(e.Origin.Topic + " " + hex.EncodeToString(e.Origin.TopicID[:]) + " " + strconv.Itoa(int(e.Origin.Partition)) + " " +
-		strconv.Itoa(int(e.Origin.LeaderEpoch)) + " " + strconv.FormatInt(e.Origin.Offset, 10))
+	origin := e.Origin.header()
 	for _, h := range e.Headers {
 		switch {
-		case h.Key == HeaderOrigin && len(h.Value) <= 512:
+		case h.Key == HeaderOrigin && len(h.Value) <= maxOrigin:
 			origin = h.Value
 		case isFramework(h.Key):
 		default:
@@ -111,6 +111,37 @@ func (e *Envelope) Record(topic string, d Dialect, maxAdded int) *kgo.Record {
 	r.Headers = append(r.Headers, e.headers(d, message, stack, origin)...)
 	return r
 }
+
+// header is the value of HeaderOrigin.
+func (o Origin) header() []byte {
+	return fmt.Appendf(nil, "%s %x %d %d %d", o.Topic, o.TopicID[:], o.Partition, o.LeaderEpoch, o.Offset)
+}
+
+// FirstOrigin reads where a record was first read, from the header that a
+// letter carries over all its hops. Headers are untrusted: ok is false for one
+// that is not of that form.
+func FirstOrigin(hs []kgo.RecordHeader) (o Origin, ok bool) {
+	for _, h := range hs {
+		if h.Key != HeaderOrigin || len(h.Value) > maxOrigin {
+			continue
+		}
+		f := strings.Fields(string(h.Value))
+		if len(f) != 5 || !decodeHex(&o.TopicID, []byte(f[1])) {
+			continue
+		}
+		p, err1 := strconv.ParseInt(f[2], 10, 32)
+		e, err2 := strconv.ParseInt(f[3], 10, 32)
+		at, err3 := strconv.ParseInt(f[4], 10, 64)
+		if err1 == nil && err2 == nil && err3 == nil {
+			o.Topic, o.Partition, o.LeaderEpoch, o.Offset = f[0], int32(p), int32(e), at
+			return o, true
+		}
+	}
+	return Origin{}, false
+}
+
+// maxOrigin bounds the header that names the first origin, in bytes.
+const maxOrigin = 512
 
 // maxHeaderMessage bounds the error text in a header, so that a long one
 // leaves room for a stack.
