@@ -41,14 +41,14 @@ type entry struct {
 	runs         int
 	began, ranAt time.Time // of its latest run
 
-	held     bool      // set aside by the lane
-	due      bool      // its attempts are spent; waits for the flood guard
-	dueSince time.Time //
-	doubtful bool      // nothing had succeeded when they were
-	probed   bool      // it ran again after the first success behind its last attempt
-	atOnce   bool      // the verdict was permanent
-	alone    bool      // must be the only one in its transaction
-	revival  bool      // a dead claim of other coordinates: one attempt
+	held     bool        // set aside by the lane
+	due      bool        // its attempts are spent; waits for the flood guard
+	dueSince time.Time   //
+	doubtful bool        // nothing had succeeded when they were
+	probed   bool        // it ran again after the first success behind its last attempt
+	atOnce   bool        // the verdict was permanent
+	alone    bool        // must be the only one in its transaction
+	revival  bool        // a dead claim of other coordinates: one attempt
 	first    *dlq.Origin // KeyPosition only: where a letter that was republished came from
 	again    bool        // carries a letter's id: it was published again from a DLQ topic
 	skip     *failure.Verdict
