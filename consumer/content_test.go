@@ -36,6 +36,7 @@ func TestAnyContentIsCopiedFaithfully(t *testing.T) {
 		if c == nil {
 			rec.Value = nil
 		}
+		rec.Timestamp = []time.Time{time.UnixMilli(1 << 61), time.UnixMilli(-1), time.UnixMilli(-1 << 60), time.Now()}[i%4]
 		sent = append(sent, rec)
 	}
 	w.loosen()

@@ -9,7 +9,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/kafkaonce/kafkaonce/failure"
 	"github.com/kafkaonce/kafkaonce/outbox"
@@ -252,106 +251,6 @@ func (m *messageTx) NextOutboxID() [16]byte {
 	return outbox.DerivedID(m.digest, m.enqueue)
 }
 
-// savepoint is a nested transaction of a handler.
-type savepoint struct {
-	pgx.Tx
-	m *messageTx
-}
-
-func (s *savepoint) direct(ctx context.Context, sql string) error { return s.m.direct(ctx, sql) }
-
-func (s *savepoint) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, sql); err != nil {
-		return pgconn.CommandTag{}, err
-	}
-	tag, err := s.Tx.Exec(ctx, sql, args...)
-	s.m.note(err)
-	return tag, err
-}
-
-func (s *savepoint) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, sql); err != nil {
-		return failedRows{err: err}, err
-	}
-	rows, err := s.Tx.Query(ctx, sql, args...)
-	s.m.note(err)
-	return notedRows{rows, s.m}, err
-}
-
-func (s *savepoint) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, sql); err != nil {
-		return failedRows{err: err}
-	}
-	return notedRow{s.Tx.QueryRow(ctx, sql, args...), s.m}
-}
-
-func (s *savepoint) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, ""); err != nil {
-		return pgx.FailedBatchResults(b, err)
-	}
-	return s.Tx.SendBatch(ctx, b)
-}
-
-func (s *savepoint) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, rows pgx.CopyFromSource) (int64, error) {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, ""); err != nil {
-		return 0, err
-	}
-	return s.Tx.CopyFrom(ctx, table, columns, rows)
-}
-
-func (s *savepoint) Begin(ctx context.Context) (pgx.Tx, error) {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, ""); err != nil {
-		return nil, err
-	}
-	s.m.batch.savepoints++
-	tx, err := s.Tx.Begin(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return &savepoint{Tx: tx, m: s.m}, nil
-}
-
-func (s *savepoint) Commit(ctx context.Context) error {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if err := s.direct(ctx, ""); err != nil {
-		return err
-	}
-	return s.Tx.Commit(ctx)
-}
-
-func (s *savepoint) Rollback(ctx context.Context) error {
-	s.m.mu.Lock()
-	defer s.m.mu.Unlock()
-	if s.m.done {
-		return pgx.ErrTxClosed
-	}
-	// A failed statement inside the savepoint is what a rollback is for, so
-	// only the queue is flushed when the transaction is still healthy.
-	if s.m.batch.conn.PgConn().TxStatus() == 'T' {
-		if err := s.direct(ctx, ""); err != nil {
-			return err
-		}
-	}
-	err := s.Tx.Rollback(ctx)
-	if err == nil {
-		s.m.sqlErr = nil // what failed inside the savepoint is undone
-	}
-	return err
-}
-
 // endsTransaction recognises statements that would end or begin a
 // transaction. ROLLBACK TO a savepoint is allowed. It is a courtesy with a
 // clear error: what slips through (a DO block, a second statement behind a
@@ -375,53 +274,3 @@ func endsTransaction(sql string) bool {
 	}
 	return false
 }
-
-// note keeps the first SQL error of the message: what a handler returns may
-// hide a deadlock, and a deadlock is nobody's failure.
-func (m *messageTx) note(err error) {
-	if err != nil && m.sqlErr == nil && failure.SQLState(err) != "" {
-		m.sqlErr = err
-	}
-}
-
-type notedRow struct {
-	pgx.Row
-	m *messageTx
-}
-
-func (r notedRow) Scan(dest ...any) error {
-	err := r.Row.Scan(dest...)
-	r.m.note(err)
-	return err
-}
-
-type notedRows struct {
-	pgx.Rows
-	m *messageTx
-}
-
-func (r notedRows) Err() error {
-	err := r.Rows.Err()
-	r.m.note(err)
-	return err
-}
-
-func (r notedRows) Scan(dest ...any) error {
-	err := r.Rows.Scan(dest...)
-	r.m.note(err)
-	return err
-}
-
-// failedRows is a result that was never asked for.
-type failedRows struct{ err error }
-
-func (r failedRows) Close()                                       {}
-func (r failedRows) Err() error                                   { return r.err }
-func (r failedRows) CommandTag() pgconn.CommandTag                { return pgconn.CommandTag{} }
-func (r failedRows) FieldDescriptions() []pgconn.FieldDescription { return nil }
-func (r failedRows) Next() bool                                   { return false }
-func (r failedRows) Scan(...any) error                            { return r.err }
-func (r failedRows) Values() ([]any, error)                       { return nil, r.err }
-func (r failedRows) RawValues() [][]byte                          { return nil }
-func (r failedRows) Conn() *pgx.Conn                              { return nil }
-func (r failedRows) TypeMap() *pgtype.Map                         { return nil }

@@ -98,7 +98,7 @@ func (s *SQL) Bury(ctx context.Context, tx pgx.Tx, l Letter) (bool, error) {
 	names, values := outbox.SplitHeaders(l.Headers)
 	o := l.Origin
 	var id pgtype.UUID
-	rows, err := tx.Query(ctx, s.insert, dedupe.UUID(l.ID), Text(l.Group), o.Topic, dedupe.UUID(o.TopicID), o.Partition, o.LeaderEpoch, o.Offset, o.Timestamp,
+	rows, err := tx.Query(ctx, s.insert, dedupe.UUID(l.ID), Text(l.Group), o.Topic, dedupe.UUID(o.TopicID), o.Partition, o.LeaderEpoch, o.Offset, storable(o.Timestamp),
 		dedupe.OptionalUUID(l.Digest), dedupe.OptionalUUID(l.Fingerprint), Text(l.Code), Text(l.ErrorType), Text(l.Message), Text(l.Stack),
 		l.Attempts, l.FirstFailure, l.LastFailure, Text(l.Member), Text(l.Tenant), l.OrderKey, l.RecordKey, l.Value, names, values)
 	if err != nil {
@@ -115,6 +115,19 @@ func (s *SQL) Bury(ctx context.Context, tx pgx.Tx, l Letter) (bool, error) {
 	row := outbox.Row{ID: outbox.DerivedID(l.ID, 0), LetterID: &l.ID, Record: record}
 	_, err = tx.Exec(ctx, outbox.InsertSQL(s.schema), row.Args()...)
 	return true, err
+}
+
+// storable brings a record's timestamp, which its producer chose, into the
+// range that every reader of a timestamptz can print.
+func storable(t time.Time) time.Time {
+	low, high := time.Unix(-1, 0), time.Date(9999, 12, 31, 0, 0, 0, 0, time.UTC)
+	switch {
+	case t.Before(low):
+		return low
+	case t.After(high):
+		return high
+	}
+	return t
 }
 
 // Repeat counts that a message failed again whose letter is dead already.

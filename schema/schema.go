@@ -179,8 +179,8 @@ func CheckName(name string) error {
 	if name == "" || len(name) > 63 || strings.ContainsRune(name, 0) {
 		return fmt.Errorf("schema name %q is not usable: it must have 1 to 63 bytes and no NUL", name)
 	}
-	if strings.HasPrefix(name, "pg_") {
-		return fmt.Errorf("schema name %q is not usable: PostgreSQL reserves the prefix pg_", name)
+	if strings.HasPrefix(name, "pg_") || name == "information_schema" {
+		return fmt.Errorf("schema name %q is not usable: PostgreSQL keeps it for itself", name)
 	}
 	return nil
 }
