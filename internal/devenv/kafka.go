@@ -192,15 +192,11 @@ func (k *Kafka) start(ctx context.Context) (err error) {
 		if err == nil {
 			return nil
 		}
-		select {
-		case <-limit.Done():
+		if limit.Err() != nil || k.server.gone() {
 			text, _ := os.ReadFile(log)
-			return fmt.Errorf("Kafka did not answer within a minute: %w: %s", err, tail(text, 2000))
-		case <-k.server.done:
-			text, _ := os.ReadFile(log)
-			return fmt.Errorf("Kafka ended at once: %s", tail(text, 2000))
-		case <-time.After(100 * time.Millisecond):
+			return fmt.Errorf("Kafka did not start: %w: %s", err, tail(text, 2000))
 		}
+		time.Sleep(100 * time.Millisecond) // between two questions
 	}
 }
 

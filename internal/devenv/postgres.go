@@ -178,12 +178,11 @@ func (p *Postgres) start(ctx context.Context) (err error) {
 			out, _ := os.ReadFile(log) //nolint:gosec // our own log
 			return fmt.Errorf("PostgreSQL did not start within 30 s: %w\n%s", err, tail(out, 2000))
 		}
-		select {
-		case <-p.server.done:
+		if p.server.gone() {
 			out, _ := os.ReadFile(log) //nolint:gosec // our own log
 			return fmt.Errorf("PostgreSQL ended at once:\n%s", tail(out, 2000))
-		case <-time.After(30 * time.Millisecond):
 		}
+		time.Sleep(30 * time.Millisecond) // between two questions
 	}
 }
 

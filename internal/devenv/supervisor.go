@@ -7,6 +7,9 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -46,6 +49,7 @@ func supervise(root, log, end string, cred *syscall.Credential, env []string, ar
 	if err != nil {
 		return nil, err
 	}
+	_ = os.Remove(filepath.Join(root, "server.pid")) // of an earlier run
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", argv[0], err)
 	}
@@ -79,6 +83,25 @@ func (s *supervised) wait() error {
 	case <-time.After(30 * time.Second):
 		return errors.New("the server did not end within 30 s")
 	}
+}
+
+// gone reports whether the server has ended by itself. The shell that started
+// it notices only when it is told to stop.
+func (s *supervised) gone() bool {
+	text, err := os.ReadFile(filepath.Join(s.cmd.Dir, "server.pid"))
+	if err != nil {
+		return false // not started yet
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	if err != nil {
+		return false
+	}
+	state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil { // no such process, or no /proc
+		return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH)
+	}
+	_, after, _ := strings.Cut(string(state), ") ")
+	return strings.HasPrefix(after, "Z") // ended; the shell has not collected it
 }
 
 // freePort is a port of 127.0.0.1 that nobody listens on.
