@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/kafkaonce/kafkaonce/dedupe"
 	"github.com/kafkaonce/kafkaonce/outbox"
@@ -86,10 +88,39 @@ func (s *session) examine(ctx context.Context) bool {
 }
 
 // leave ends the client. A member with an instance id stays in the group by
-// the classic protocol, so that it can come back without a rebalance.
+// the classic protocol, so that it can come back without a rebalance. By KIP-848
+// it must say so itself: franz-go leaves without the instance id, the broker
+// refuses that, and the next member under the id would wait for the session to
+// end.
 func (s *session) leave() {
 	limit, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
+	member, epoch := s.client.GroupMetadata()
 	_ = s.client.LeaveGroupContext(limit)
+	if id := s.instanceID(); id != nil && s.c.serverSide && epoch > 0 {
+		req := kmsg.NewPtrConsumerGroupHeartbeatRequest()
+		req.Group, req.MemberID, req.InstanceID = s.c.cfg.Group, member, id
+		req.MemberEpoch = leftForNow
+		if _, err := req.RequestWith(limit, s.client); err != nil {
+			s.c.log.Warn("kafkaonce: could not leave the group; the next member with this instance id waits for the session to end", "err", err)
+		}
+	}
 	s.client.CloseAllowingRebalance()
+}
+
+// leftForNow is the epoch of a static member that leaves and will come back
+// (KIP-848, "Static membership").
+const leftForNow = -2
+
+// instanceID is the member's static id, nil without one.
+func (s *session) instanceID() *string {
+	switch id := s.client.OptValue(kgo.InstanceID).(type) {
+	case *string:
+		return id
+	case string:
+		if id != "" {
+			return &id
+		}
+	}
+	return nil
 }

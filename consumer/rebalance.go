@@ -204,11 +204,7 @@ func (s *session) stillMember(ctx context.Context) error {
 	}
 	req := kmsg.NewPtrHeartbeatRequest()
 	req.Group, req.Generation, req.MemberID = s.c.cfg.Group, generation, member
-	if id, _ := s.client.OptValue(kgo.InstanceID).(*string); id != nil {
-		req.InstanceID = id
-	} else if id, _ := s.client.OptValue(kgo.InstanceID).(string); id != "" {
-		req.InstanceID = &id
-	}
+	req.InstanceID = s.instanceID()
 	resp, err := req.RequestWith(ctx, s.client)
 	if err != nil {
 		return err

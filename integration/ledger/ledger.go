@@ -14,7 +14,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kadm"
-	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/kafkaonce/kafkaonce/consumer"
@@ -42,12 +41,11 @@ type Ledger struct {
 // Names of a ledger.
 type Names struct {
 	Name       string
-	Partitions int32
+	Partitions int32              // 0: topics and tables are there already
 	Configs    map[string]*string // of the topic
 }
 
-// Open connects, migrates and creates the topics. It may be called again for a
-// ledger that exists.
+// Open connects, and creates topics and tables.
 func Open(ctx context.Context, brokers []string, db *pgxpool.Pool, n Names) (*Ledger, error) {
 	l := &Ledger{
 		Topic: n.Name, Group: "group-" + n.Name, Schema: "s_" + strings.ReplaceAll(n.Name, "-", "_"), Brokers: brokers, DB: db,
@@ -59,30 +57,35 @@ func Open(ctx context.Context, brokers []string, db *pgxpool.Pool, n Names) (*Le
 		return nil, err
 	}
 	l.Admin = kadm.NewClient(l.Client)
-	if n.Partitions > 0 {
-		for topic, partitions := range map[string]int32{l.Topic: n.Partitions, l.DLQ(): 1} {
-			configs := n.Configs
-			if topic != l.Topic {
-				configs = nil
-			}
-			if _, err := l.Admin.CreateTopic(ctx, partitions, 1, configs, topic); err != nil && !errors.Is(err, kerr.TopicAlreadyExists) {
-				return nil, fmt.Errorf("create topic %s: %w", topic, err)
-			}
+	if n.Partitions == 0 {
+		return l, nil
+	}
+	return l, l.create(ctx, n)
+}
+
+func (l *Ledger) create(ctx context.Context, n Names) error {
+	for topic, partitions := range map[string]int32{l.Topic: n.Partitions, l.DLQ(): 1} {
+		configs := n.Configs
+		if topic != l.Topic {
+			configs = nil
+		}
+		if _, err := l.Admin.CreateTopic(ctx, partitions, 1, configs, topic); err != nil {
+			return fmt.Errorf("create topic %s: %w", topic, err)
 		}
 	}
-	if err := schema.Migrate(ctx, db, l.Schema); err != nil {
-		return nil, err
+	if err := schema.Migrate(ctx, l.DB, l.Schema); err != nil {
+		return err
 	}
 	for _, sql := range []string{
-		`create table if not exists ` + l.table("effect") + ` (id text primary key, record_key text, partition int, record_offset bigint, seq bigserial)`,
-		`create table if not exists ` + l.table("total") + ` (id int primary key, n bigint not null)`,
-		`insert into ` + l.table("total") + ` values (1, 0) on conflict do nothing`,
+		`create table ` + l.table("effect") + ` (id text primary key, record_key text, partition int, record_offset bigint, seq bigserial)`,
+		`create table ` + l.table("total") + ` (id int primary key, n bigint not null)`,
+		`insert into ` + l.table("total") + ` values (1, 0)`,
 	} {
-		if _, err := db.Exec(ctx, sql); err != nil {
-			return nil, err
+		if _, err := l.DB.Exec(ctx, sql); err != nil {
+			return err
 		}
 	}
-	return l, nil
+	return nil
 }
 
 // Close ends the connection to Kafka.
