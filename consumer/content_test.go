@@ -293,3 +293,31 @@ func TestHeadersDoNotGrowOverHops(t *testing.T) {
 		e.Headers, e.Origin = r.Headers, dlq.Origin{Topic: "hop", Offset: int64(hop)}
 	}
 }
+
+// I15: records of aborted transactions have no effect, and their markers do not
+// keep the lag from 0.
+func TestAbortedTransactionsHaveNoEffect(t *testing.T) {
+	w := newWorld(t, 1)
+	w.loosen() // aborted records and markers are in the log, too
+	tx, err := kgo.NewClient(kgo.SeedBrokers(w.kafka.Brokers...), kgo.TransactionalID("tx"), kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Close()
+	for i := range 6 {
+		if err := tx.BeginTransaction(); err != nil {
+			t.Fatal(err)
+		}
+		for j := range 10 {
+			if err := tx.ProduceSync(w.ctx, w.rec(0, fmt.Sprint(i, "-", j), "k", "ok")).FirstErr(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := tx.EndTransaction(w.ctx, kgo.TransactionEndTry(i%2 == 0)); err != nil { // the last one aborts
+			t.Fatal(err)
+		}
+	}
+	w.start(w.config())
+	w.drained(0, 66)
+	w.consistent(30)
+}
