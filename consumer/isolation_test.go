@@ -62,6 +62,11 @@ func TestPoisonIsIsolatedWhereverItStands(t *testing.T) {
 					w.drained(0, n)
 					w.consistent(n - len(poison))
 					w.letters("error", len(poison))
+					for _, o := range w.results(ResultRetry) {
+						if !slices.Contains(poison, int(o.Offset)) {
+							t.Errorf("an attempt was spent on message %d, which is good", o.Offset)
+						}
+					}
 				})
 			}
 		}

@@ -74,8 +74,22 @@ func TestMembersComeAndGoUnderLoad(t *testing.T) {
 // the last one ended.
 func TestACleanHandOverRepeatsNothing(t *testing.T) {
 	w := newWorld(t, 2)
+	member := func() Config {
+		cfg := w.member()
+		cfg.Handler = HandlerFunc(func(ctx context.Context, tx Tx, m *Message) error {
+			w.ran(m)
+			w.effect(tx, m)
+			select { // long enough for a stop to come in between
+			case <-time.After(time.Millisecond):
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		})
+		return cfg
+	}
 	for round := range 5 {
-		_, stop := w.start(w.member())
+		_, stop := w.start(member())
 		for p := range int32(2) {
 			w.fill(p, fmt.Sprint("r", round, "p", p, "-"), 200, 10)
 		}
@@ -84,7 +98,7 @@ func TestACleanHandOverRepeatsNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	_, _ = w.start(w.member())
+	w.start(member())
 	w.drained(0, 1000)
 	w.drained(1, 1000)
 	w.consistent(2000)
