@@ -51,49 +51,99 @@ func (l loop) run(ctx context.Context, j job) (m measured, err error) {
 		return m, err
 	}
 	defer db.Close()
-	client, err := kgo.NewClient(kgo.SeedBrokers(j.Brokers...), kgo.ConsumerGroup(j.Group), kgo.ConsumeTopics(j.Topic), kgo.DisableAutoCommit(),
+	client, err := kgo.NewClient(kgo.SeedBrokers(j.Brokers...), kgo.ConsumerGroup(j.Group), kgo.ConsumeTopics(j.Topic), kgo.AutoCommitMarks(), kgo.AutoCommitInterval(time.Hour), kgo.FetchMaxPartitionBytes(256<<10),
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.FetchMaxWait(100*time.Millisecond), kgo.FetchIsolationLevel(kgo.ReadCommitted()))
 	if err != nil {
 		return m, err
 	}
 	defer client.CloseAllowingRebalance()
 	e := effectOf(j.Schema)
-	var done atomic.Int64
+	w := workers{l: l, db: db, e: e, client: client, lanes: map[int32]chan []*kgo.Record{}, failed: make(chan error, 1), all: make(chan struct{}), left: int64(j.Messages)}
+	defer w.end()
 	var begun time.Time
-	for done.Load() < int64(j.Messages) {
-		fetches := client.PollRecords(ctx, 5000)
-		if err := fetches.Err0(); err != nil {
-			return m, err
-		}
+	polls, stop := context.WithCancel(ctx) // the last poll would wait for more
+	defer stop()
+	w.stop = stop
+	for {
+		fetches := client.PollFetches(polls)
 		if begun.IsZero() && fetches.NumRecords() > 0 {
 			begun = time.Now()
 		}
-		var wg sync.WaitGroup
-		var failed atomic.Pointer[error]
-		fetches.EachPartition(func(p kgo.FetchTopicPartition) {
-			work := func() {
-				if err := l.partition(ctx, db, e, p.Records); err != nil {
-					failed.Store(&err)
-				}
-				done.Add(int64(len(p.Records)))
-			}
-			if !l.perPartition {
-				work()
-				return
-			}
-			wg.Add(1)
-			go func() { defer wg.Done(); work() }()
-		})
-		wg.Wait()
-		if err := failed.Load(); err != nil {
-			return m, *err
+		select {
+		case err := <-w.failed:
+			return m, err
+		case <-w.all:
+			m.Seconds = time.Since(begun).Seconds()
+			return m, client.CommitMarkedOffsets(ctx)
+		default:
 		}
-		if err := client.CommitUncommittedOffsets(ctx); err != nil {
+		if err := fetches.Err0(); err != nil {
 			return m, err
 		}
+		fetches.EachPartition(func(p kgo.FetchTopicPartition) { w.give(ctx, p) })
+		if time.Since(w.committed) > time.Second {
+			w.committed = time.Now()
+			if err := client.CommitMarkedOffsets(ctx); err != nil {
+				return m, err
+			}
+		}
 	}
-	m.Seconds = time.Since(begun).Seconds()
-	return m, nil
+}
+
+// workers are the goroutines of a loop: one per partition, or one for all.
+type workers struct {
+	l         loop
+	db        *pgxpool.Pool
+	e         effect
+	client    *kgo.Client
+	lanes     map[int32]chan []*kgo.Record
+	group     sync.WaitGroup
+	failed    chan error
+	all       chan struct{}
+	left      int64
+	stop      func()
+	committed time.Time
+}
+
+func (w *workers) give(ctx context.Context, p kgo.FetchTopicPartition) {
+	if len(p.Records) == 0 {
+		return
+	}
+	lane := p.Partition
+	if !w.l.perPartition {
+		lane = 0
+	}
+	if w.lanes[lane] == nil {
+		ch := make(chan []*kgo.Record, 2)
+		w.lanes[lane] = ch
+		w.group.Add(1)
+		go func() {
+			defer w.group.Done()
+			for rs := range ch {
+				if err := w.l.partition(ctx, w.db, w.e, rs); err != nil {
+					select {
+					case w.failed <- err:
+					default:
+					}
+					w.stop()
+					continue
+				}
+				w.client.MarkCommitRecords(rs...)
+				if atomic.AddInt64(&w.left, -int64(len(rs))) == 0 {
+					close(w.all)
+					w.stop()
+				}
+			}
+		}()
+	}
+	w.lanes[lane] <- p.Records
+}
+
+func (w *workers) end() {
+	for _, ch := range w.lanes {
+		close(ch)
+	}
+	w.group.Wait()
 }
 
 func (l loop) partition(ctx context.Context, db *pgxpool.Pool, e effect, rs []*kgo.Record) error {

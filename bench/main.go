@@ -22,7 +22,7 @@ import (
 type flags struct {
 	Rounds     int      `default:"5" help:"Interleaved rounds."`
 	Messages   int      `default:"200000" help:"Messages per run."`
-	Slow       int      `default:"20000" help:"Messages per run of contenders that commit each message, and of the fights."`
+	Slow       int      `default:"40000" help:"Messages per run of contenders that commit each message, and of the fights."`
 	Partitions int32    `default:"8" help:"Partitions."`
 	Kafka      string   `default:"fake" enum:"fake,real" help:"fake (in process) or real (needs Java and Maven)."`
 	Only       []string `help:"Contenders to run (default: all)."`

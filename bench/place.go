@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"strings"
 	"syscall"
 	"time"
@@ -45,13 +46,21 @@ func connect(ctx context.Context, url string) (*pgxpool.Pool, error) {
 	return pgxpool.NewWithConfig(ctx, cfg)
 }
 
+// usage is the CPU time of this process in seconds, and its peak memory in MiB.
+// The peak of getrusage would begin with that of the parent.
 func usage() (cpu, rss float64) {
 	var r syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &r); err != nil {
 		return 0, 0
 	}
 	seconds := func(t syscall.Timeval) float64 { return float64(t.Sec) + float64(t.Usec)/1e6 }
-	return seconds(r.Utime) + seconds(r.Stime), float64(r.Maxrss) / 1024
+	if status, err := os.ReadFile("/proc/self/status"); err == nil {
+		_, after, _ := strings.Cut(string(status), "VmHWM:")
+		if _, err := fmt.Sscan(after, &rss); err != nil {
+			rss = 0
+		}
+	}
+	return seconds(r.Utime) + seconds(r.Stime), rss / 1024
 }
 
 // place is the Kafka and PostgreSQL of a run.

@@ -93,8 +93,7 @@ func (s *session) tryAcquire(a *assignment) error {
 	if err != nil {
 		return err
 	}
-	a.attempts, err = s.loadAttempts(a, d.Next)
-	if err != nil {
+	if err = s.loadAttempts(a, d.Next); err != nil {
 		return fmt.Errorf("read attempts: %w", err)
 	}
 	for _, g := range d.Gaps {
@@ -189,17 +188,19 @@ func lossy(kind GapKind) bool {
 	return kind == GapRetention || kind == GapMovedForward
 }
 
-func (s *session) loadAttempts(a *assignment, from int64) (map[[16]byte]dlq.Attempt, error) {
-	var list []dlq.Attempt
-	err := s.step(a.ctx, func(ctx context.Context) (err error) {
-		list, err = s.c.letters.LoadAttempts(ctx, s.c.cfg.DB, s.c.cfg.Group, a.fence.TopicID, a.partition, from)
+func (s *session) loadAttempts(a *assignment, from int64) error {
+	return s.step(a.ctx, func(ctx context.Context) error {
+		list, stale, err := s.c.letters.LoadAttempts(ctx, s.c.cfg.DB, s.c.cfg.Group, a.fence.TopicID, a.partition, from)
+		a.attempts = make(map[[16]byte]dlq.Attempt, len(list))
+		for _, x := range list {
+			a.attempts[x.LetterID] = x
+		}
+		a.staleBelow = -1
+		if stale {
+			a.staleBelow = from
+		}
 		return err
 	})
-	known := make(map[[16]byte]dlq.Attempt, len(list))
-	for _, x := range list {
-		known[x.LetterID] = x
-	}
-	return known, err
 }
 
 // logFetch shares one look at a topic's log among the partitions that are

@@ -34,8 +34,8 @@ type assignment struct {
 	pauses     map[PauseReason]string
 	wm         watermark
 	incoming   []*entry
-	sizes      map[int64]int // bytes in hand, by offset, of what the watermark tracks
-	bytes      int
+	bytes      int // of what the watermark tracks
+	discarded  bool
 	runnable   bool
 	running    int64 // offset in a handler, -1
 	runningAt  time.Time
@@ -46,13 +46,14 @@ type assignment struct {
 	knownAt    time.Time
 	inPostgres int64 // last checkpoint
 	inKafka    int64
+	staleBelow int64                    // attempts of records below are resolved; -1: there are none; set before the lane starts
 	attempts   map[[16]byte]dlq.Attempt // failures counted by earlier owners; set before the lane starts
 }
 
 func newAssignment(c *Consumer, s *session, topic string, partition int32) *assignment {
 	a := &assignment{
 		c: c, s: s, topic: topic, partition: partition, stop: make(chan struct{}),
-		pauses: map[PauseReason]string{}, sizes: map[int64]int{}, running: -1,
+		pauses: map[PauseReason]string{}, running: -1,
 	}
 	a.ctx, a.cancel = context.WithCancel(s.work)
 	a.fence = dedupe.Fence{Group: c.cfg.Group, Topic: topic, Partition: partition, Owner: dedupe.RandomID(), Member: c.member}
@@ -86,7 +87,8 @@ func (a *assignment) accept(rs []*kgo.Record) (taken int) {
 		return 0
 	}
 	grown := 0
-	for _, r := range rs {
+	var slab []entry
+	for i, r := range rs {
 		if !a.wm.deliver(r.Offset, r.LeaderEpoch) {
 			continue
 		}
@@ -94,8 +96,12 @@ func (a *assignment) accept(rs []*kgo.Record) (taken int) {
 			a.wm.resolve(r.Offset)
 			continue
 		}
-		e := newEntry(r, a.fence.TopicID, now)
-		a.sizes[e.Offset] = e.size
+		if len(slab) == 0 {
+			slab = make([]entry, min(len(rs)-i, slabSize))
+		}
+		e := &slab[0]
+		slab = slab[1:]
+		e.fill(r, a.fence.TopicID, now)
 		grown += e.size
 		a.incoming = append(a.incoming, e)
 		taken++
@@ -109,6 +115,10 @@ func (a *assignment) accept(rs []*kgo.Record) (taken int) {
 	return taken
 }
 
+// slabSize is how many entries are allocated at once. One that waits for a
+// retry keeps its slab alive, so it is small.
+const slabSize = 32
+
 // full reports whether the partition should be paused: its own share or the
 // process's is used up, or too many records stand past the watermark. An
 // empty partition is never full, so that it may hold one fetch.
@@ -119,7 +129,7 @@ func (a *assignment) full() bool {
 	if a.wm.ahead() >= a.c.cfg.MaxAhead {
 		return true
 	}
-	return len(a.sizes) > 0 && (a.bytes >= share || a.c.buffered.Load() >= int64(a.c.cfg.MaxBuffered))
+	return a.wm.ahead() > 0 && (a.bytes >= share || a.c.buffered.Load() >= int64(a.c.cfg.MaxBuffered))
 }
 
 // take hands everything new to the lane.
@@ -138,7 +148,7 @@ func (a *assignment) relieve() {
 	a.mu.Lock()
 	_, paused := a.pauses[PauseBacklog]
 	low := paused && a.wm.ahead() <= a.c.cfg.MaxAhead/2 &&
-		(len(a.sizes) == 0 || a.bytes <= share/4 && a.c.buffered.Load() < int64(a.c.cfg.MaxBuffered))
+		(a.wm.ahead() == 0 || a.bytes <= share/4 && a.c.buffered.Load() < int64(a.c.cfg.MaxBuffered))
 	a.mu.Unlock()
 	if low {
 		a.clearPaused(PauseBacklog)
@@ -151,9 +161,9 @@ func (a *assignment) resolve(es []*entry) {
 	a.mu.Lock()
 	before, _ := a.wm.head()
 	for _, e := range es {
-		a.wm.resolve(e.Offset)
-		freed += a.sizes[e.Offset]
-		delete(a.sizes, e.Offset)
+		if a.wm.resolve(e.Offset) && !a.discarded {
+			freed += e.size
+		}
 	}
 	a.bytes -= freed
 	if after, _ := a.wm.head(); after != before {
@@ -167,8 +177,7 @@ func (a *assignment) resolve(es []*entry) {
 func (a *assignment) discard() {
 	a.mu.Lock()
 	freed := a.bytes
-	a.bytes, a.incoming = 0, nil
-	clear(a.sizes)
+	a.bytes, a.incoming, a.discarded = 0, nil, true
 	a.mu.Unlock()
 	a.c.buffered.Add(-int64(freed))
 }
@@ -251,9 +260,9 @@ func (a *assignment) isRunnable() bool {
 }
 
 // runningOn notes which record is in a handler, -1 for none.
-func (a *assignment) runningOn(offset int64) {
+func (a *assignment) runningOn(offset int64, now time.Time) {
 	a.mu.Lock()
-	a.running, a.runningAt = offset, time.Now()
+	a.running, a.runningAt = offset, now
 	a.mu.Unlock()
 }
 

@@ -112,6 +112,19 @@ func (l *lane) save(ctx context.Context, es []*entry) {
 	}
 }
 
+// forgetStale drops counts that earlier owners left behind for records that
+// were resolved otherwise: a twin took effect first. If it fails the next owner
+// does it.
+func (l *lane) forgetStale(ctx context.Context) {
+	if l.a.staleBelow < 0 {
+		return
+	}
+	_ = l.fenced(ctx, claims{}, func(_ *fencedTx, s *statements) (bool, error) {
+		l.c.letters.ForgetResolved(s.engine, l.c.cfg.Group, l.a.fence.TopicID, l.a.partition, l.a.staleBelow)
+		return true, nil
+	})
+}
+
 // bury turns a message into a letter, in one transaction. It returns when to
 // try again when that was not possible now.
 func (l *lane) bury(ctx context.Context, e *entry, now time.Time) time.Time {

@@ -12,22 +12,28 @@ import (
 
 // call runs the handler for one message. A panic becomes an error.
 func (t *trial) call(ctx context.Context, e *entry, tx Tx) (err error) {
-	ctx, cancel := context.WithTimeout(ctx, t.c.cfg.HandlerTimeout)
-	defer cancel()
-	t.begins(e)
+	now := time.Now()
+	call := newCallContext(ctx, now.Add(t.c.cfg.HandlerTimeout))
+	defer call.end()
+	ctx = call
+	t.begins(e, now)
 	if e.decoded != nil {
 		ctx = withDecoded(ctx, decodedValue{&e.Message, e.decoded})
 	}
-	defer func() { e.ranAt = time.Now() }()
+	defer func() {
+		if err != nil {
+			e.ranAt = time.Now()
+		}
+	}()
 	defer recovered(&err)
 	return inTime(ctx, t.c.cfg.Handler.Handle(ctx, tx, &e.Message))
 }
 
-func (t *trial) begins(e *entry) {
+func (t *trial) begins(e *entry, now time.Time) {
 	e.runs++
 	e.Attempt = e.attempts + 1
-	e.began = time.Now()
-	t.a.runningOn(e.Offset)
+	e.began, e.ranAt = now, now
+	t.a.runningOn(e.Offset, now)
 }
 
 // recovered turns a panic into the error of the call it is deferred in.
@@ -223,11 +229,12 @@ func (t *trial) runnable(order []int) []int {
 func (t *trial) callBatch(ctx context.Context, order []int, tx Tx) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.c.cfg.HandlerTimeout)
 	defer cancel()
+	now := time.Now()
 	ms := make([]*Message, len(order))
 	decoded := make([]decodedValue, len(order))
 	for n, i := range order {
 		e := t.entries[i]
-		t.begins(e)
+		t.begins(e, now)
 		ms[n], decoded[n] = &e.Message, decodedValue{&e.Message, e.decoded}
 	}
 	if t.c.cfg.decoder() != nil {

@@ -12,8 +12,8 @@ import (
 // FetchMaxWait at its default of 5 s that is a stall of 5 s.
 const (
 	fetchMaxWait           = 100 * time.Millisecond
-	fetchMaxPartitionBytes = 256 << 10
-	fetchMaxBytes          = 8 << 20
+	fetchMaxPartitionBytes = 128 << 10
+	fetchMaxBytes          = 4 << 20
 )
 
 // tunable options come before the user's, so that the user's win.

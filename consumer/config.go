@@ -109,7 +109,7 @@ func (c Config) WithDefaults() Config {
 	def(&c.MaxBatchBytes, 4<<20)
 	def(&c.MaxBatchTime, 50*time.Millisecond)
 	if c.Transactions == 0 && c.DB != nil {
-		c.Transactions = max(1, min(8, int(c.DB.Config().MaxConns)-reservedConns))
+		c.Transactions = max(1, min(defaultTransactions, int(c.DB.Config().MaxConns)-reservedConns))
 	}
 	def(&c.MaxAhead, 10_000)
 	def(&c.MaxBuffered, 64<<20)
@@ -134,6 +134,9 @@ func def[T comparable](field *T, value T) {
 		*field = value
 	}
 }
+
+// defaultTransactions is how many transactions run at once where the pool lets them.
+const defaultTransactions = 8
 
 // reservedConns of the pool are kept for acquiring partitions, for checkpoints
 // and attempts, and for relay and sweeper.

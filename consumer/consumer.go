@@ -144,6 +144,10 @@ func (c *Consumer) setPhase(p Phase) {
 }
 
 func (c *Consumer) run(ctx context.Context) error {
+	if most := int(c.cfg.DB.Config().MaxConns) - reservedConns; most < defaultTransactions && c.cfg.Transactions == most {
+		c.log.Warn("kafkaonce: the pool limits how many transactions run at once: add pool_max_conns to its connection string",
+			"pool_max_conns", c.cfg.DB.Config().MaxConns, "transactions", most, "wanted", defaultTransactions+reservedConns)
+	}
 	if err := c.start(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}

@@ -59,37 +59,36 @@ type entry struct {
 // entryOverhead is what an entry costs in memory beside the record's bytes.
 const entryOverhead = 700
 
-func newEntry(r *kgo.Record, topicID [16]byte, now time.Time) *entry {
-	e := &entry{
-		Message: Message{
-			Topic: r.Topic, TopicID: topicID, Partition: r.Partition, LeaderEpoch: r.LeaderEpoch, Offset: r.Offset,
-			Timestamp: r.Timestamp, RecordKey: r.Key, Value: r.Value, Headers: r.Headers,
-		},
-		arrived: now,
-		size:    len(r.Key) + len(r.Value) + entryOverhead,
+// fill makes e the entry of a record.
+func (e *entry) fill(r *kgo.Record, topicID [16]byte, now time.Time) {
+	e.Message = Message{
+		Topic: r.Topic, TopicID: topicID, Partition: r.Partition, LeaderEpoch: r.LeaderEpoch, Offset: r.Offset,
+		Timestamp: r.Timestamp, RecordKey: r.Key, Value: r.Value, Headers: r.Headers,
 	}
+	e.arrived = now
+	e.size = len(r.Key) + len(r.Value) + entryOverhead
 	for _, h := range r.Headers {
 		e.size += len(h.Key) + len(h.Value) + 40
 	}
-	return e
 }
 
 func (e *entry) origin() dlq.Origin {
 	return dlq.Origin{Topic: e.Topic, TopicID: e.TopicID, Partition: e.Partition, LeaderEpoch: e.LeaderEpoch, Offset: e.Offset, Timestamp: e.Timestamp}
 }
 
-// detach copies the record's bytes. Records of one fetch share a buffer, and
-// an entry that waits must not keep all of it alive.
-func (e *entry) detach() {
-	e.RecordKey, e.Value = bytes.Clone(e.RecordKey), bytes.Clone(e.Value)
-	headers := make([]kgo.RecordHeader, len(e.Headers))
-	for i, h := range e.Headers {
-		headers[i] = kgo.RecordHeader{Key: string([]byte(h.Key)), Value: bytes.Clone(h.Value)}
-	}
+// moved is a copy of e with bytes of its own. Records of one fetch share a
+// buffer, and entries a slab; one that waits must keep neither alive.
+func (e *entry) moved() *entry {
+	c := *e
+	c.RecordKey, c.Value = bytes.Clone(e.RecordKey), bytes.Clone(e.Value)
 	if e.Headers != nil {
-		e.Headers = headers
+		c.Headers = make([]kgo.RecordHeader, len(e.Headers))
+		for i, h := range e.Headers {
+			c.Headers[i] = kgo.RecordHeader{Key: strings.Clone(h.Key), Value: bytes.Clone(h.Value)}
+		}
 	}
-	e.decoded = nil
+	c.decoded = nil
+	return &c
 }
 
 // prepare finds the entry's names by the user's functions. What goes wrong in

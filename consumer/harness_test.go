@@ -81,7 +81,7 @@ var worlds atomic.Int64
 func newWorld(t *testing.T, partitions int32, opts ...kfake.Opt) *world {
 	t.Helper()
 	t.Parallel()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	t.Cleanup(cancel)
 	kafka, err := devenv.StartFakeKafka(append([]kfake.Opt{kfake.GroupMinSessionTimeout(time.Millisecond)}, opts...)...)
 	if err != nil {

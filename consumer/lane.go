@@ -25,6 +25,7 @@ type lane struct {
 	blockedDigest map[[16]byte]int64 // the same
 	ctx           context.Context    // of run
 	limit         int                // messages per transaction, adapted
+	peace         int                // half the size of the last batch that met a conflict, 0: none lately
 	suspects      int                // messages at the head of the queue among which a culprit is
 	conflicts     int                // in a row
 	dependency    *dependencyOutage
@@ -61,6 +62,7 @@ func (l *lane) run(ctx context.Context) {
 	defer l.c.guard.forget(l)
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
+	l.forgetStale(ctx)
 	for ctx.Err() == nil && !l.a.isStopped() {
 		if open := l.c.outage.wait(); open != nil {
 			l.a.setPaused(PauseOutage, "Postgres is down")
@@ -196,7 +198,7 @@ func (l *lane) batch() []*entry {
 			continue
 		}
 		if l.inherit(e) {
-			l.hold(e)
+			l.hold(e.moved())
 			continue
 		}
 		if len(work) > 0 && (size+e.size-entryOverhead > cfg.MaxBatchBytes || e.alone || e.fault != nil || work[0].alone || work[0].fault != nil) {
@@ -256,7 +258,6 @@ func (l *lane) behind(e *entry) bool {
 func (l *lane) hold(e *entry) {
 	if !e.held {
 		e.held = true
-		e.detach()
 		l.held = append(l.held, e)
 	}
 	l.block(e)

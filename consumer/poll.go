@@ -254,12 +254,14 @@ func (s *session) all() []*assignment {
 	return out
 }
 
-// share is how many bytes one partition may buffer.
+// share is how many bytes one partition may hold before it is paused. One
+// more fetch may come on top of it, so room is left for that.
 func (s *session) share() int {
 	s.mu.Lock()
 	n := max(1, len(s.assigned))
 	s.mu.Unlock()
-	return min(max(s.c.cfg.MaxBuffered/n, 2*fetchMaxPartitionBytes), 16*fetchMaxPartitionBytes)
+	share := min(max(s.c.cfg.MaxBuffered/n, 2*fetchMaxPartitionBytes), 32*fetchMaxPartitionBytes)
+	return max(share-4*fetchMaxPartitionBytes, share/2)
 }
 
 func (s *session) pause(topic string, partition int32) {

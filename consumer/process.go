@@ -27,7 +27,7 @@ func (l *lane) process(ctx context.Context, work []*entry) {
 		end = t.run(ctx)
 	}
 	l.c.limiter.release()
-	l.a.runningOn(-1)
+	l.a.runningOn(-1, time.Time{})
 	n := len(work)
 	switch end {
 	case settled:
@@ -115,14 +115,28 @@ func (l *lane) adapt(t *trial) {
 	case took > l.c.cfg.MaxBatchTime && ran < n:
 		l.limit = max(1, ran)
 	case took < l.c.cfg.MaxBatchTime/2 && n >= l.limit && l.suspects == 0:
-		l.limit = min(l.c.cfg.MaxBatch, 2*l.limit)
+		l.limit = min(l.c.cfg.MaxBatch, l.grown())
 	}
+}
+
+// grown is the next batch limit. Below the size of the last conflict it grows
+// fast, above it slowly, since each conflict costs a lock wait: batches settle
+// where conflicts are rare.
+func (l *lane) grown() int {
+	if l.peace == 0 || 2*l.limit <= l.peace {
+		return 2 * l.limit
+	}
+	if l.limit >= 4*l.peace { // what fought then is over
+		l.peace = 0
+	}
+	return l.limit + max(1, l.limit/32)
 }
 
 // fought backs off after a conflict: at once at first, then with delays.
 func (l *lane) fought(ctx context.Context, n int) {
 	l.conflicts++
 	l.limit = max(1, n/2)
+	l.peace = l.limit
 	if n <= 4 {
 		l.c.limiter.fought()
 	}
@@ -255,6 +269,10 @@ func (l *lane) failed(ctx context.Context, es []*entry, errs []error) {
 	now := time.Now()
 	var save []*entry
 	for i, e := range es {
+		if !e.held {
+			e = e.moved()
+			es[i] = e
+		}
 		err := errs[i]
 		failedAt := now
 		if !e.ranAt.IsZero() {

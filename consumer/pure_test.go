@@ -1,6 +1,8 @@
 package consumer
 
 import (
+	"context"
+	"errors"
 	"log/slog"
 	"testing"
 	"time"
@@ -171,4 +173,47 @@ func TestMergeKeepsOffsetsSorted(t *testing.T) {
 			}
 		}
 	})
+}
+
+// The context of a call behaves like one of context.WithDeadline, whether or
+// not somebody asked for its timer.
+func TestCallContextIsAContext(t *testing.T) {
+	type key struct{}
+	parent, cancel := context.WithCancel(context.WithValue(context.Background(), key{}, "v"))
+	for _, ask := range []bool{false, true} {
+		c := newCallContext(parent, time.Now().Add(time.Hour))
+		if ask {
+			c.Done()
+		}
+		if at, ok := c.Deadline(); !ok || time.Until(at) < time.Minute || c.Err() != nil || c.Value(key{}) != "v" {
+			t.Fatalf("asked %v: deadline %v, err %v", ask, at, c.Err())
+		}
+		child, end := context.WithCancel(c)
+		c.end()
+		if !errors.Is(c.Err(), context.Canceled) {
+			t.Errorf("asked %v: after the call: %v", ask, c.Err())
+		}
+		<-c.Done()
+		<-child.Done()
+		end()
+	}
+	late := newCallContext(parent, time.Now().Add(-time.Second))
+	if !errors.Is(late.Err(), context.DeadlineExceeded) {
+		t.Errorf("after the deadline: %v", late.Err())
+	}
+	<-late.Done()
+	soon := newCallContext(parent, time.Now().Add(10*time.Millisecond))
+	<-soon.Done()
+	if !errors.Is(soon.Err(), context.DeadlineExceeded) {
+		t.Errorf("after the timer: %v", soon.Err())
+	}
+	c := newCallContext(parent, time.Now().Add(time.Hour))
+	cancel()
+	if !errors.Is(c.Err(), context.Canceled) {
+		t.Errorf("after the parent: %v", c.Err())
+	}
+	<-c.Done()
+	soon.end()
+	late.end()
+	c.end()
 }

@@ -367,3 +367,18 @@ func TestAFencedOwnerAcquiresAnew(t *testing.T) {
 		t.Error("nobody noticed the fence")
 	}
 }
+
+// Counts of records that were resolved otherwise do not stay for ever.
+func TestStaleAttemptsAreForgotten(t *testing.T) {
+	w := newWorld(t, 1)
+	w.fill(0, "a", 20, 5)
+	_, stop := w.start(w.member())
+	w.drained(0, 20)
+	if err := stop(); err != nil {
+		t.Fatal(err)
+	}
+	w.exec(`insert into attempt (letter_id, grp, topic_id, partition, record_offset, attempts, code, message, first_failure, last_failure, next_at)
+		select gen_random_uuid(), grp, topic_id, partition, 3, 1, 'error', '', now(), now(), now() from position`)
+	w.start(w.member())
+	w.eventually("the row is gone", func() bool { return w.count(`select count(*) from attempt`) == 0 })
+}

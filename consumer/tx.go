@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"slices"
 	"strings"
 	"sync"
 
@@ -256,21 +257,30 @@ func (m *messageTx) NextOutboxID() [16]byte {
 // clear error: what slips through (a DO block, a second statement behind a
 // comment) is caught by the guard before COMMIT.
 func endsTransaction(sql string) bool {
-	sql = strings.TrimLeft(sql, " \t\r\n;(")
-	sql = strings.ToLower(sql[:min(len(sql), 64)])
+	i := 0
+	for i < len(sql) && strings.IndexByte(" \t\r\n;(", sql[i]) >= 0 {
+		i++
+	}
+	sql = sql[i:min(len(sql), i+80)]
 	end := strings.IndexAny(sql, " \t\r\n;")
 	if end < 0 {
 		end = len(sql)
 	}
-	word, rest := sql[:end], strings.Join(strings.Fields(sql[end:]), " ")
-	switch word {
-	case "commit", "end", "abort", "begin":
+	word := sql[:end]
+	is := func(names ...string) bool {
+		return slices.ContainsFunc(names, func(n string) bool { return strings.EqualFold(word, n) })
+	}
+	switch {
+	case len(word) < 3 || len(word) > 8:
+		return false
+	case is("commit", "end", "abort", "begin"):
 		return true
-	case "rollback":
+	case is("rollback"):
+		rest := strings.Join(strings.Fields(strings.ToLower(sql[end:])), " ")
 		rest = strings.TrimPrefix(strings.TrimPrefix(rest, "work "), "transaction ")
 		return !strings.HasPrefix(rest, "to ")
-	case "start", "prepare":
-		return strings.HasPrefix(rest, "transaction")
+	case is("start", "prepare"):
+		return strings.HasPrefix(strings.ToLower(strings.TrimSpace(sql[end:])), "transaction")
 	}
 	return false
 }

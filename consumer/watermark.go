@@ -42,11 +42,11 @@ func (w *watermark) expected() int64 {
 
 // resolve marks a delivered record as resolved and moves the watermark over
 // everything that is. Resolving twice, or an offset that was not delivered,
-// changes nothing.
-func (w *watermark) resolve(offset int64) {
+// changes nothing and returns false.
+func (w *watermark) resolve(offset int64) bool {
 	i := sort.Search(len(w.marks), func(i int) bool { return w.marks[i].offset >= offset })
-	if i == len(w.marks) || w.marks[i].offset != offset {
-		return
+	if i == len(w.marks) || w.marks[i].offset != offset || w.marks[i].resolved {
+		return false
 	}
 	w.marks[i].resolved = true
 	n := 0
@@ -60,6 +60,7 @@ func (w *watermark) resolve(offset int64) {
 			w.marks = nil
 		}
 	}
+	return true
 }
 
 // ahead is how many records were delivered past the watermark.

@@ -68,8 +68,8 @@ func NewSQL(name string) *SQL {
 			values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
 			on conflict (letter_id) do update set attempts = greatest(a.attempts, excluded.attempts), code = excluded.code, message = excluded.message,
 			first_failure = least(a.first_failure, excluded.first_failure), last_failure = greatest(a.last_failure, excluded.last_failure), next_at = excluded.next_at`),
-		loadAttempts: s(`select letter_id, attempts, code, message, first_failure, last_failure, next_at from {s}.attempt
-			where grp = $1 and topic_id = $2 and partition = $3 and record_offset >= $4`),
+		loadAttempts: s(`select letter_id, record_offset, attempts, code, message, first_failure, last_failure, next_at from {s}.attempt
+			where grp = $1 and topic_id = $2 and partition = $3`),
 		forgetAttempts: s(`delete from {s}.attempt where letter_id = any($1::uuid[])`),
 		forgetResolved: s(`delete from {s}.attempt where grp = $1 and topic_id = $2 and partition = $3 and record_offset < $4`),
 	}
@@ -163,20 +163,26 @@ func (s *SQL) SaveAttempt(queue Queue, group string, a Attempt) {
 const maxMessage = 2000
 
 // LoadAttempts returns the failures of a partition's records from offset on.
+// stale says that there are rows below it, of records that are resolved.
 func (s *SQL) LoadAttempts(ctx context.Context, db interface {
 	Query(context.Context, string, ...any) (pgx.Rows, error)
-}, group string, topicID [16]byte, partition int32, from int64) ([]Attempt, error) {
-	rows, err := db.Query(ctx, s.loadAttempts, group, dedupe.UUID(topicID), partition, from)
+}, group string, topicID [16]byte, partition int32, from int64) (list []Attempt, stale bool, err error) {
+	rows, err := db.Query(ctx, s.loadAttempts, group, dedupe.UUID(topicID), partition)
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (Attempt, error) {
-		var a Attempt
-		var id pgtype.UUID
-		err := row.Scan(&id, &a.Attempts, &a.Code, &a.Message, &a.FirstFailure, &a.LastFailure, &a.NextAt)
+	var a Attempt
+	var id pgtype.UUID
+	_, err = pgx.ForEachRow(rows, []any{&id, &a.Origin.Offset, &a.Attempts, &a.Code, &a.Message, &a.FirstFailure, &a.LastFailure, &a.NextAt}, func() error {
+		if a.Origin.Offset < from {
+			stale = true
+			return nil
+		}
 		a.LetterID = id.Bytes
-		return a, err
+		list = append(list, a)
+		return nil
 	})
+	return list, stale, err
 }
 
 // ForgetAttempts drops the counts of messages that are resolved.

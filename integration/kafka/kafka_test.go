@@ -86,9 +86,32 @@ func child() {
 		fmt.Fprintf(journal, "%s %d %d\n", a.Change, a.Partition, time.Now().UnixMilli())
 		observer.Assignment(a)
 	}
+	die(&cfg, os.Getenv("LEDGER_DIES"))
 	c, err := consumer.New(cfg)
 	fail(err)
 	fail(c.Run(ctx))
+}
+
+// die makes a member end without a word: "after_effect" as soon as an effect is
+// durable, before its offset is; a duration, so long after its first acquire.
+func die(cfg *consumer.Config, when string) {
+	outcome, assignment := cfg.Observer.Outcome, cfg.Observer.Assignment
+	if when == "after_effect" {
+		cfg.Observer.Outcome = func(o consumer.Outcome) {
+			if o.Result == consumer.ResultDone {
+				os.Exit(3)
+			}
+			outcome(o)
+		}
+	}
+	if d, err := time.ParseDuration(when); err == nil {
+		cfg.Observer.Assignment = func(a consumer.Assignment) {
+			assignment(a)
+			if a.Change == consumer.Acquired {
+				time.AfterFunc(d, func() { os.Exit(3) })
+			}
+		}
+	}
 }
 
 func pool(ctx context.Context, url string) (*pgxpool.Pool, error) {
@@ -126,12 +149,13 @@ type member struct {
 	done    chan error
 }
 
-func join(t *testing.T, l *ledger.Ledger, instance string, session time.Duration) *member {
+func join(t *testing.T, l *ledger.Ledger, instance string, session time.Duration, env ...string) *member {
 	t.Helper()
 	m := &member{t: t, journal: filepath.Join(t.TempDir(), "journal"), log: &bytes.Buffer{}, done: make(chan error, 1)}
 	m.cmd = exec.Command(os.Args[0])
 	m.cmd.Env = append(os.Environ(), "LEDGER_CHILD="+l.Topic, "LEDGER_DB="+server.URL, "LEDGER_BROKERS="+strings.Join(l.Brokers, ","),
 		"LEDGER_JOURNAL="+m.journal, "LEDGER_INSTANCE="+instance, "LEDGER_SESSION="+session.String())
+	m.cmd.Env = append(m.cmd.Env, env...)
 	m.cmd.Stderr = m.log
 	must(t, m.cmd.Start())
 	go func() { m.done <- m.cmd.Wait() }()

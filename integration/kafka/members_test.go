@@ -160,6 +160,41 @@ func TestASleepingMemberChangesNothing(t *testing.T) {
 	must(t, l.Check(t.Context(), 201, 0))
 }
 
+// A process that ends right after each effect, before its offset is committed,
+// and one that lives 200 ms with handlers of 50 and of 500 ms: nothing is lost,
+// doubled or buried.
+func TestShortLives(t *testing.T) {
+	for _, c := range []struct{ name, dies, value string }{
+		{"after_effect", "after_effect", "ok"},
+		{"handlers_of_50_ms", "200ms", "slow 50ms"},
+		{"handlers_of_500_ms", "200ms", "slow 500ms"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			l := place(t, "lives-"+strings.ReplaceAll(c.name, "_", "-"), 1, nil)
+			const n = 20
+			for i := range n {
+				must(t, l.Client.ProduceSync(t.Context(), l.Record(0, fmt.Sprint("id", i), fmt.Sprint("k", i%4), c.value)).FirstErr())
+			}
+			for life := range 8 {
+				m := join(t, l, "", time.Second, "LEDGER_DIES="+c.dies)
+				select {
+				case err := <-m.done:
+					if err == nil && c.dies != "after_effect" {
+						t.Fatalf("life %d ended by itself", life)
+					}
+				case <-time.After(10 * time.Second): // nothing is left to take effect
+					m.kill()
+				}
+			}
+			last := join(t, l, "", time.Second)
+			drained(t, l, time.Minute)
+			must(t, l.Check(t.Context(), n, 0))
+			last.leave()
+		})
+	}
+}
+
 func hasRun(m *member, id string) bool {
 	for _, line := range m.lines() {
 		if line == "run "+id {
