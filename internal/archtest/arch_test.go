@@ -57,14 +57,18 @@ func packages(t *testing.T) (out []pkg) {
 	return out
 }
 
+// layer finds the entry of a package: its own, or that of a folder above it.
 func layer(path string) (string, bool) {
-	name := strings.TrimPrefix(path, module)
-	if _, ok := layers[name]; ok {
-		return name, true
+	for name := strings.TrimPrefix(path, module); ; {
+		if _, ok := layers[name]; ok {
+			return name, true
+		}
+		i := strings.LastIndexByte(name, '/')
+		if i < 0 {
+			return name, false
+		}
+		name = name[:i]
 	}
-	first, _, _ := strings.Cut(name, "/")
-	_, ok := layers[first]
-	return first, ok
 }
 
 // Imports go one way.
