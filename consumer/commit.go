@@ -15,6 +15,7 @@ import (
 // checkpoints writes positions every Checkpoint until ctx ends. It has a
 // goroutine of its own: commits stand still while the group joins.
 func (s *session) checkpoints(ctx context.Context) {
+	asked := time.Now()
 	ticker := time.NewTicker(s.c.cfg.Checkpoint)
 	defer ticker.Stop()
 	for {
@@ -27,15 +28,27 @@ func (s *session) checkpoints(ctx context.Context) {
 			continue
 		}
 		limit, cancel := context.WithTimeout(ctx, 15*time.Second)
-		s.checkpoint(limit, s.all(), false)
+		wrote := s.checkpoint(limit, s.all(), false)
+		if now := time.Now(); wrote {
+			asked = now
+		} else if now.Sub(asked) > idleQuestion {
+			asked = now
+			if err := askDatabase(limit, s.c.cfg.DB); err != nil && ctx.Err() == nil {
+				s.c.down(err)
+			}
+		}
 		cancel()
 	}
 }
 
+// idleQuestion is how often an idle consumer asks whether its database is
+// there, so that Status knows without traffic.
+const idleQuestion = 5 * time.Second
+
 // checkpoint writes position rows first, and then commits to Kafka only what
 // was written. last is the checkpoint of a drain: lanes that have ended are
-// marked clean.
-func (s *session) checkpoint(ctx context.Context, as []*assignment, last bool) {
+// marked clean. It reports whether the database answered.
+func (s *session) checkpoint(ctx context.Context, as []*assignment, last bool) bool {
 	var marks []dedupe.Mark
 	var of []*assignment
 	for _, a := range as {
@@ -57,7 +70,7 @@ func (s *session) checkpoint(ctx context.Context, as []*assignment, last bool) {
 		}
 	}
 	if len(marks) == 0 {
-		return
+		return false
 	}
 	s.committing.Lock()
 	defer s.committing.Unlock()
@@ -66,7 +79,7 @@ func (s *session) checkpoint(ctx context.Context, as []*assignment, last bool) {
 		if ctx.Err() == nil {
 			s.c.faults.warn("checkpoint failed; it is tried again", "err", err)
 		}
-		return
+		return false
 	}
 	var ok []dedupe.Mark
 	var okOf []*assignment
@@ -86,6 +99,7 @@ func (s *session) checkpoint(ctx context.Context, as []*assignment, last bool) {
 		}
 		s.c.committed(Commit{Topic: m.Fence.Topic, Partition: m.Fence.Partition, Offset: m.Next, Kafka: err})
 	}
+	return true
 }
 
 var errNotWritten = errors.New("the checkpoint's position row was not updated")

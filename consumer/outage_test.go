@@ -276,3 +276,21 @@ func TestAnExhaustedPoolIsAnOutage(t *testing.T) {
 		t.Errorf("an exhausted pool cost %d attempts", n)
 	}
 }
+
+// An idle consumer notices that its database is away, too.
+func TestAnIdleConsumerNoticesAnOutage(t *testing.T) {
+	w := newWorld(t, 1)
+	cfg := w.config()
+	p := w.proxied(&cfg)
+	w.fill(0, "a", 10, 5)
+	c, _ := w.start(cfg)
+	w.drained(0, 10)
+	w.eventually("ready", func() bool { return c.Status().Ready() == nil })
+	p.Refuse(true)
+	w.eventually("Status says so", func() bool {
+		err := c.Status().Ready()
+		return err != nil && strings.Contains(err.Error(), "paused by outage")
+	})
+	p.Refuse(false)
+	w.eventually("ready again", func() bool { return c.Status().Ready() == nil })
+}
