@@ -11,6 +11,9 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/kafkaonce/kafkaonce/failure"
 	"github.com/kafkaonce/kafkaonce/internal/devenv"
@@ -293,4 +296,69 @@ func TestAnIdleConsumerNoticesAnOutage(t *testing.T) {
 	})
 	p.Refuse(false)
 	w.eventually("ready again", func() bool { return c.Status().Ready() == nil })
+}
+
+// A broker that refuses: fetches, offset commits and letters that are denied
+// cost nothing, are not hot, and go on when they are allowed again.
+func TestDeniedByTheBroker(t *testing.T) {
+	w := newWorld(t, 1)
+	cfg := w.config()
+	var lines lineCounter
+	cfg.Logger = lines.logger()
+	w.fill(0, "a", 20, 5)
+	w.publish(w.rec(0, "bad", "k", "fail always"))
+	cluster := w.kafka.Cluster
+	letters := cluster.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: w.topic + ".billing.dlq", Err: kerr.TopicAuthorizationFailed, Count: -1})
+	commits := cluster.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.OffsetCommit}, Err: kerr.GroupAuthorizationFailed, Count: -1})
+	w.start(cfg)
+	w.eventually("effects and the letter", func() bool {
+		return w.count(`select count(*) from effect`) == 20 && w.count(`select count(*) from letter`) == 1
+	})
+	fetches := cluster.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Fetch}, Err: kerr.TopicAuthorizationFailed, Count: -1})
+	w.fill(0, "b", 20, 5)
+	time.Sleep(2 * time.Second) // the denial itself
+	if n := w.count(`select count(*) from effect`); n != 20 {
+		t.Errorf("%d effects while fetches were denied", n)
+	}
+	if n := lines.count(); n > 60 {
+		t.Errorf("%d log lines in a denial of 2 s", n)
+	}
+	fetches.Remove()
+	commits.Remove()
+	letters.Remove()
+	w.drained(0, 41)
+	w.consistent(40)
+	w.letters("error", 1)
+}
+
+// Status names the record at the watermark that is retried, and says when the
+// group has given the member nothing.
+func TestStatusNamesStuckAndIdle(t *testing.T) {
+	w := newWorld(t, 1)
+	w.publish(w.rec(0, "bad", "k", "fail always"))
+	cfg := w.config()
+	cfg.Retry = Retry{Attempts: 5, First: time.Minute, Max: time.Minute}
+	c, _ := w.start(cfg)
+	w.eventually("the record is named", func() bool {
+		for _, p := range c.Status().Partitions {
+			if p.StuckOn == 0 && p.StuckCause == "error" && p.Retrying == 1 {
+				return true
+			}
+		}
+		return false
+	})
+	s := c.Status()
+	s.Partitions[0].StuckFor = 2 * time.Minute
+	if err := s.Ready(); err == nil || !strings.Contains(err.Error(), "stuck on a record: payments/0 offset 0") {
+		t.Errorf("Ready: %v", err)
+	}
+	second, _ := w.start(w.member())
+	w.eventually("the second member has nothing", func() bool {
+		for _, m := range []*Consumer{c, second} {
+			if err := m.Status().Ready(); err != nil && strings.Contains(err.Error(), "no assignment") {
+				return true
+			}
+		}
+		return false
+	})
 }

@@ -1,11 +1,13 @@
 package kafka
 
 import (
+	"bytes"
 	"fmt"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/kafkaonce/kafkaonce/consumer"
@@ -193,4 +195,23 @@ func TestUnknownTopicIsNamed(t *testing.T) {
 	})
 	must(t, l.Fill(t.Context(), 0, "a", 50, 5))
 	within(t, time.Minute, "the other topic is consumed", func() bool { return l.Count(t.Context(), `select count(*) from {effect}`) == 50 })
+}
+
+// C44: a letter that is too large for its DLQ topic: the letter in Postgres is
+// whole, the topic gets a record that points to it, nothing waits behind it.
+func TestLetterTooLargeForItsTopic(t *testing.T) {
+	l := place(t, "large", 1, nil)
+	small := "3000"
+	_, err := l.Admin.AlterTopicConfigs(t.Context(), []kadm.AlterConfig{{Op: kadm.SetConfig, Name: "max.message.bytes", Value: &small}}, l.DLQ())
+	must(t, err)
+	big := l.Record(0, "big", "k", "fail always")
+	big.Headers = append(big.Headers, kgo.RecordHeader{Key: "padding", Value: bytes.Repeat([]byte("x"), 20_000)})
+	must(t, l.Client.ProduceSync(t.Context(), big, l.Record(0, "after", "k", "fail always")).FirstErr())
+	must(t, l.Fill(t.Context(), 0, "ok", 50, 5))
+	started(t, l.Config())
+	drained(t, l, time.Minute)
+	must(t, l.Check(t.Context(), 50, 2))
+	if n := l.Count(t.Context(), `select octet_length(array_to_string(header_values::text[], '')) from {letter} where record_offset = 0`); n < 20_000 {
+		t.Errorf("the letter in Postgres has only %d bytes of headers", n)
+	}
 }
