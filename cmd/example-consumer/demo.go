@@ -120,8 +120,10 @@ func (d *demo) joining(ctx context.Context) error {
 			return err
 		}
 	}
-	few := min(50, len(d.plan.effects))
-	if err := d.until(ctx, "the first effects", func() bool { return d.effects(ctx) >= few }); err != nil {
+	if err := d.until(ctx, "the first effects", func() bool {
+		lag, err := d.lag(ctx)
+		return d.effects(ctx) >= 50 || err == nil && lag == 0
+	}); err != nil {
 		return err
 	}
 	d.out.say("one more joins")

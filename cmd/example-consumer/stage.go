@@ -157,7 +157,7 @@ func pool(ctx context.Context, url, name string) (*pgxpool.Pool, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg.MaxConns = max(cfg.MaxConns, 8)
+	cfg.MaxConns = max(cfg.MaxConns, 11) // eight transactions at once, and three for other work
 	cfg.ConnConfig.RuntimeParams["application_name"] = name
 	return pgxpool.NewWithConfig(ctx, cfg)
 }
