@@ -73,6 +73,11 @@ func (c Config) validateKafka() (errs []error) {
 	if len(c.Kafka) == 0 {
 		return nil // said already
 	}
+	ours := (&session{c: &Consumer{cfg: c}}).fixedOpts()
+	if err := kgo.ValidateOpts(append(append(tunableOpts(), c.Kafka...), ours...)...); err != nil {
+		bad("Kafka has an option that is wrong, or does not go with those of the engine (its own group, commits and isolation): %v", err)
+		return errs
+	}
 	cl, err := c.probe()
 	if err != nil {
 		bad("Kafka: %v", err)

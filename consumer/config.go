@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -254,8 +255,8 @@ func (c Config) validate() error {
 	if c.OnGap != GapContinue && c.OnGap != GapStop {
 		bad("OnGap is %d: choose GapContinue or GapStop", c.OnGap)
 	}
-	if strings.ContainsRune(c.Group, 0) || strings.ContainsRune(c.Scope, 0) {
-		bad("Group and Scope must not contain NUL")
+	if strings.ContainsRune(c.Group, 0) || !utf8.ValidString(c.Group) {
+		bad("Group is %q: it must be valid UTF-8 without NUL", c.Group)
 	}
 	return errors.Join(append(errs, c.validateKafka()...)...)
 }

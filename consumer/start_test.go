@@ -45,6 +45,7 @@ func TestStartRules(t *testing.T) {
 		{"new group, latest", dedupe.Seen{}, nil, StartLatest, ruleFirst, 100, "", true},
 		{"new partition, latest", dedupe.Seen{ThisTopic: true}, nil, StartLatest, ruleNewPartition, 10, "", false},
 		{"recreated, latest", dedupe.Seen{OtherTopic: true}, nil, StartLatest, ruleRecreated, 10, "recreated 10-10", true},
+		{"recreated, the old commit is still there", dedupe.Seen{OtherTopic: true}, &kafkaCommit{70, commitTag([16]byte{8}, 70)}, StartLatest, ruleRecreated, 10, "recreated 10-10", true},
 		{"retention passed us", dedupe.Seen{Next: at(3)}, ours(3), StartEarliest, ruleLower, 10, "retention 3-10", false},
 		{"moved below the log", dedupe.Seen{Next: at(50)}, foreign(2), StartEarliest, ruleMoved, 10, "moved_back 2-50 retention 2-10", false},
 		{"log is shorter", dedupe.Seen{Next: at(500)}, ours(500), StartEarliest, ruleLower, 100, "truncation 100-500", false},

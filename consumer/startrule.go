@@ -4,6 +4,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"strconv"
+	"strings"
 
 	"github.com/kafkaonce/kafkaonce/dedupe"
 )
@@ -26,6 +27,14 @@ type kafkaCommit struct {
 
 func (k kafkaCommit) tagged(topicID [16]byte) bool {
 	return k.Metadata == commitTag(topicID, k.Offset)
+}
+
+// ofAnotherTopic reports whether the commit is our own, for a topic of this
+// name that is gone: brokers delete such commits, but not at once.
+func (k kafkaCommit) ofAnotherTopic(topicID [16]byte) bool {
+	rest, ours := strings.CutPrefix(k.Metadata, tagPrefix)
+	id, offset, _ := strings.Cut(rest, ":")
+	return ours && len(id) == 32 && id != hex.EncodeToString(topicID[:]) && offset == strconv.FormatInt(k.Offset, 10)
 }
 
 // logView is what the brokers say about a topic. Start and end of each of its
@@ -75,6 +84,9 @@ func decideStart(f startFacts) (dedupe.Decision, string, error) {
 	start, end := f.Log.Starts[f.Partition], f.Log.Ends[f.Partition]
 	d := dedupe.Decision{LeaderEpoch: -1}
 	var rule string
+	if f.Commit != nil && f.Seen.Next == nil && f.Seen.OtherTopic && f.Commit.ofAnotherTopic(f.Log.TopicID) {
+		f.Commit = nil
+	}
 	switch row, commit := f.Seen.Next, f.Commit; {
 	case row != nil && commit != nil && commit.tagged(f.Log.TopicID):
 		rule = ruleLower
