@@ -30,7 +30,8 @@ bench: ## measure against hand-written loops, in process Kafka (15 to 30 minutes
 	go run ./bench --write bench/README.md
 
 bench-kafka: ## the same rows that matter on a real Kafka
-	go run ./bench --kafka real
+	go run ./bench --kafka real --slow 20000 --write bench/README.md \
+		--only loop,loop_per_partition,batch_loop,queue,batch_loop_no_dedupe,fight_loop,fight,hot_loop,hot
 
 soak: ## what is too long for every change: long outages, many kills, fuzzing
 	@integration/run soak

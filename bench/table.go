@@ -101,7 +101,7 @@ func parent(ctx context.Context, f flags) error {
 	if f.Write == "" {
 		return nil
 	}
-	return replaceTable(f.Write, b.String())
+	return replaceTable(f.Write, f.Kafka, b.String())
 }
 
 func wanted(f flags) []string {
@@ -174,20 +174,17 @@ func writeMemory(ctx context.Context, b *strings.Builder, p *place, f flags) err
 	return nil
 }
 
-const (
-	beginMark = "<!-- table -->"
-	endMark   = "<!-- end of table -->"
-)
-
-func replaceTable(path, table string) error {
+// replaceTable puts the table between the marks of its kind of Kafka.
+func replaceTable(path, kafka, table string) error {
 	text, err := os.ReadFile(path) //nolint:gosec // the user named it
 	if err != nil {
 		return err
 	}
-	before, rest, ok := strings.Cut(string(text), beginMark)
-	_, after, ok2 := strings.Cut(rest, endMark)
+	begin, end := "<!-- table "+kafka+" -->", "<!-- end of "+kafka+" -->"
+	before, rest, ok := strings.Cut(string(text), begin)
+	_, after, ok2 := strings.Cut(rest, end)
 	if !ok || !ok2 {
-		return fmt.Errorf("%s lacks the marks %s and %s", path, beginMark, endMark)
+		return fmt.Errorf("%s lacks the marks %s and %s", path, begin, end)
 	}
-	return os.WriteFile(path, []byte(before+beginMark+"\n"+table+endMark+after), 0o600)
+	return os.WriteFile(path, []byte(before+begin+"\n"+table+end+after), 0o600)
 }

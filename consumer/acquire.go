@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -89,15 +90,24 @@ func (s *session) tryAcquire(a *assignment) error {
 	if err != nil {
 		return fmt.Errorf("read the group's offset: %w", err)
 	}
-	d, rule, err := s.takeOver(a, log, commit)
+	d, rule, err := s.takeOver(a, log, commit, false)
+	if errors.Is(err, errOldView) {
+		again, cancel := context.WithTimeout(a.ctx, 15*time.Second)
+		log, err = look(again, s.admin, a.topic)
+		cancel()
+		if err != nil {
+			return fmt.Errorf("look at the log again: %w", err)
+		}
+		d, rule, err = s.takeOver(a, log, commit, true)
+	}
 	if err != nil {
 		return err
 	}
-	if err = s.loadAttempts(a, d.Next); err != nil {
-		return fmt.Errorf("read attempts: %w", err)
-	}
 	for _, g := range d.Gaps {
 		s.c.gap(Gap{Topic: a.topic, TopicID: log.TopicID, Partition: a.partition, Kind: GapKind(g.Kind), From: g.From, To: g.To, Detail: g.Detail})
+	}
+	if err = s.loadAttempts(a, d.Next); err != nil {
+		return fmt.Errorf("read attempts: %w", err)
 	}
 	s.mu.Lock()
 	s.ready = append(s.ready, acquired{a, d, rule})
@@ -145,15 +155,22 @@ func (s *session) terminate(a *assignment) {
 	}
 }
 
+// errOldView is a position above the end of the log as it was a moment ago: the
+// old owner may have read on since.
+var errOldView = errors.New("the log was looked at before the old owner was fenced")
+
 // takeOver polls for the exclusive lock without holding a connection between
 // tries: waiting for it would block every other claimer behind us.
-func (s *session) takeOver(a *assignment, log logView, commit *kafkaCommit) (d dedupe.Decision, rule string, err error) {
+func (s *session) takeOver(a *assignment, log logView, commit *kafkaCommit, fresh bool) (d dedupe.Decision, rule string, err error) {
 	current := func() bool {
 		return a.ctx.Err() == nil && !a.isStopped() && s.get(spot{a.topic, a.partition}) == a
 	}
 	decide := func(seen dedupe.Seen) (dedupe.Decision, error) {
 		d, r, err := decideStart(startFacts{Partition: a.partition, Seen: seen, Commit: commit, Log: log, Start: s.c.cfg.Start})
 		rule = r
+		if err == nil && !fresh && slices.ContainsFunc(d.Gaps, func(g dedupe.GapRow) bool { return g.Kind == string(GapTruncation) }) {
+			return d, errOldView
+		}
 		if err == nil && s.c.cfg.OnGap == GapStop {
 			for _, g := range d.Gaps {
 				if lossy(GapKind(g.Kind)) {

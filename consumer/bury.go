@@ -216,6 +216,10 @@ func (l *lane) letter(e *entry) dlq.Letter {
 // It acts on outages and on a lost fence; the caller only learns that nothing
 // is durable, or that it can't know.
 func (l *lane) fenced(ctx context.Context, cl claims, work func(*fencedTx, *statements) (bool, error)) error {
+	if err := l.c.limiter.acquire(ctx); err != nil { // it is one of the transactions at once
+		return err
+	}
+	defer l.c.limiter.release()
 	f, err := l.c.open(ctx, l.a, cl, fenceWait, true)
 	if err == nil {
 		err = func() error {

@@ -113,8 +113,9 @@ func (g *floodGuard) forget(l *lane) {
 
 // canary says, while burial is paused, whether the caller may run one message
 // now, and otherwise when to ask again. prefersDue alternates, so that neither
-// a real poison nor one partition decides alone.
-func (g *floodGuard) canary(l *lane, now time.Time) (paused, run, prefersDue bool, again time.Time) {
+// a real poison nor one partition decides alone. A lane that is not able, since
+// it has no message, takes nobody's turn.
+func (g *floodGuard) canary(l *lane, able bool, now time.Time) (paused, run, prefersDue bool, again time.Time) {
 	if g.limit < 0 || !g.watched.Load() {
 		return false, true, false, time.Time{}
 	}
@@ -124,6 +125,9 @@ func (g *floodGuard) canary(l *lane, now time.Time) (paused, run, prefersDue boo
 		return false, true, false, time.Time{}
 	}
 	g.waiting[l] = struct{}{}
+	if !able {
+		return true, false, false, time.Time{}
+	}
 	if now.Before(g.nextAt) {
 		return true, false, false, g.nextAt
 	}

@@ -121,7 +121,7 @@ func (l *lane) next(now time.Time) (work []*entry, again time.Time) {
 		d.nextAt = now.Add(jittered(d.delay))
 		return l.canary(d.turn%2 == 0, now), d.nextAt
 	}
-	paused, run, prefersDue, again := l.c.guard.canary(l, now)
+	paused, run, prefersDue, again := l.c.guard.canary(l, len(l.queue) > 0 || len(l.held) > 0, now)
 	if paused {
 		l.a.setPaused(PauseFloodGuard, "")
 		if !run {

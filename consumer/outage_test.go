@@ -47,7 +47,7 @@ func TestLostCommitIsJudgedByItsClaim(t *testing.T) {
 				n := w.count(`select count(*) from effect`)
 				p.CutCommits(1, where)
 				w.fill(int32(i%2), fmt.Sprint("more", i, "-"), 20, 5)
-				w.eventually("the cut COMMIT and a later one", func() bool { return w.count(`select count(*) from effect`) >= n+20 })
+				w.eventually("the cut COMMIT and a later one", func() bool { return p.Lost() > int64(i) && w.count(`select count(*) from effect`) >= n+20 })
 			}
 			w.drained(0, 300+8*20)
 			w.drained(1, 300+7*20)

@@ -115,10 +115,13 @@ func TestFloodGuardCountsOrderKeys(t *testing.T) {
 		t.Fatal("three order keys without a success must trip the guard, once")
 	}
 	l := &lane{wakeup: make(chan struct{}, 1)}
-	if paused, run, _, _ := g.canary(l, now); !paused || !run {
+	if paused, run, _, _ := g.canary(l, false, now); !paused || run {
+		t.Fatal("a lane without a message took a turn")
+	}
+	if paused, run, _, _ := g.canary(l, true, now); !paused || !run {
 		t.Fatal("the first canary may run at once")
 	}
-	if paused, run, _, again := g.canary(l, now); !paused || run || !again.After(now) {
+	if paused, run, _, again := g.canary(l, true, now); !paused || run || !again.After(now) {
 		t.Fatal("the second canary must wait")
 	}
 	g.succeeded(now)

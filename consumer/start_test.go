@@ -82,7 +82,8 @@ func TestStartLatestSkipsEveryOldRecord(t *testing.T) {
 	w.loosen() // old records are committed without an effect
 	cfg := w.member()
 	cfg.Start, cfg.DrainTimeout = StartLatest, time.Millisecond
-	for i := range 5 { // lives that end at several points of the acquires
+	decided := func() bool { return w.count(`select count(*) from position where next_offset is not null`) > 0 }
+	for i := 0; i < 5 || !decided(); i++ { // lives that end at several points of the acquires
 		_, stop := w.start(cfg)
 		time.Sleep(time.Duration(10+15*i) * time.Millisecond)
 		if err := stop(); err != nil {
@@ -91,9 +92,6 @@ func TestStartLatestSkipsEveryOldRecord(t *testing.T) {
 	}
 	for p := range int32(8) { // comes while nobody is there: must not be skipped
 		w.fill(p, fmt.Sprint("between", p, "-"), 5, 5)
-	}
-	if w.count(`select count(*) from position where next_offset is not null`) == 0 {
-		t.Skip("no life was long enough to decide a start on this machine")
 	}
 	w.start(cfg)
 	for p := range int32(8) {
