@@ -23,6 +23,7 @@ type assignment struct {
 	ctx       context.Context // ends when the partition is lost or given up
 	cancel    context.CancelFunc
 	lane      *lane
+	successor bool         // of an assignment of the same client: its cursor may have failed
 	fence     dedupe.Fence // Owner and TopicID are set before the lane starts
 	stop      chan struct{}
 
@@ -195,6 +196,14 @@ func (a *assignment) closeWith(why string) bool {
 	}
 	a.closing = why
 	return true
+}
+
+// idleAt is the offset that an assignment waits for when nothing is in hand and
+// nothing keeps it from being fetched.
+func (a *assignment) idleAt() (int64, bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.wm.expected(), a.acquired && a.closing == "" && len(a.pauses) == 0 && a.wm.ahead() == 0 && !a.isStopped()
 }
 
 // age is how long the assignment has been running.

@@ -229,10 +229,14 @@ func (c *Consumer) runSession(ctx context.Context) error {
 	c.mu.Unlock()
 	checkpoints, stopCheckpoints := context.WithCancel(ctx)
 	defer stopCheckpoints()
-	c.group.Add(2)
+	c.group.Add(3)
 	go func() {
 		defer c.group.Done()
 		s.checkpoints(checkpoints)
+	}()
+	go func() {
+		defer c.group.Done()
+		s.watchStalls(checkpoints)
 	}()
 	go func() {
 		defer c.group.Done()

@@ -58,16 +58,17 @@ type world struct {
 	schema string
 	topic  string
 
-	mu       sync.Mutex
-	outcomes []Outcome
-	gaps     []Gap
-	changes  []Assignment
-	pauses   []Pause
-	runs     map[string]int
-	log      map[int32][]published // what each partition holds
-	checked  map[int32]int64       // offsets below were checked at an OffsetCommit
-	commits  map[int32][]int64     // what the broker was asked to commit
-	lax      bool                  // the test breaks what the watchers check
+	mu        sync.Mutex
+	outcomes  []Outcome
+	gaps      []Gap
+	changes   []Assignment
+	pauses    []Pause
+	runs      map[string]int
+	consumers []*Consumer
+	log       map[int32][]published // what each partition holds
+	checked   map[int32]int64       // offsets below were checked at an OffsetCommit
+	commits   map[int32][]int64     // what the broker was asked to commit
+	lax       bool                  // the test breaks what the watchers check
 }
 
 // published is one record that a test wrote.
@@ -390,6 +391,9 @@ func (w *world) start(cfg Config) (c *Consumer, stop func() error) {
 	if err != nil {
 		w.t.Fatal(err)
 	}
+	w.mu.Lock()
+	w.consumers = append(w.consumers, c)
+	w.mu.Unlock()
 	ctx, cancel := context.WithCancel(w.ctx)
 	done := make(chan error, 1)
 	go func() { done <- c.Run(ctx) }()
@@ -424,10 +428,23 @@ func (w *world) within(limit time.Duration, what string, cond func() bool) {
 	w.t.Helper()
 	for end := time.Now().Add(limit); !cond(); {
 		if time.Now().After(end) {
-			w.t.Fatalf("not within %v: %s", limit, what)
+			w.t.Fatalf("not within %v: %s\n%s", limit, what, w.picture())
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
+}
+
+// picture says where everything stands, for a test that waited in vain.
+func (w *world) picture() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "effects %d, letters %d, attempts %d", w.count(`select count(*) from effect`), w.count(`select count(*) from letter`), w.count(`select count(*) from attempt`))
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	fmt.Fprintf(&b, ", commits asked for %v", w.commits)
+	for _, c := range w.consumers {
+		fmt.Fprintf(&b, "\n%+v", c.Status())
+	}
+	return b.String()
 }
 
 // committed is the group's offset in Kafka, -1 without one.

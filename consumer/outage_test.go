@@ -59,7 +59,7 @@ func TestLostCommitIsJudgedByItsClaim(t *testing.T) {
 				t.Errorf("only %d COMMITs were lost", p.Lost())
 			}
 			if n := len(w.results(ResultRetry)) + len(w.results(ResultBuried)); n != 0 {
-				t.Errorf("%d attempts were spent on lost COMMITs", n)
+				t.Errorf("%d attempts were spent on lost COMMITs: %+v", n, w.results(ResultRetry))
 			}
 		})
 	}
@@ -361,4 +361,20 @@ func TestStatusNamesStuckAndIdle(t *testing.T) {
 		}
 		return false
 	})
+}
+
+// I12: a client that has stopped to fetch a partition that nobody paused is
+// noticed, and made to seek again.
+func TestAStalledFetchIsNoticed(t *testing.T) {
+	w := newWorld(t, 1)
+	c, _ := w.start(w.config())
+	w.fill(0, "a", 10, 5)
+	w.drained(0, 10)
+	c.mu.Lock()
+	client := c.session.client
+	c.mu.Unlock()
+	client.PauseFetchPartitions(map[string][]int32{w.topic: {0}}) // behind the engine's back
+	w.fill(0, "b", 10, 5)
+	w.drained(0, 20)
+	w.consistent(20)
 }

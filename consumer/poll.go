@@ -200,29 +200,39 @@ func (s *session) applyReady() {
 	ready := s.ready
 	s.ready = nil
 	live := ready[:0]
-	offsets := map[string]map[int32]kgo.EpochOffset{}
+	offsets, again := map[string]map[int32]kgo.EpochOffset{}, map[string]map[int32]kgo.EpochOffset{}
 	for _, r := range ready {
 		at := spot{r.a.topic, r.a.partition}
 		if s.assigned[at] != r.a || r.a.isStopped() {
 			continue
 		}
 		live = append(live, r)
-		if offsets[at.topic] == nil {
-			offsets[at.topic] = map[int32]kgo.EpochOffset{}
+		to := kgo.EpochOffset{Epoch: r.decision.LeaderEpoch, Offset: r.decision.Next}
+		set(offsets, at, to)
+		if r.a.successor {
+			set(again, at, to)
 		}
-		offsets[at.topic][at.partition] = kgo.EpochOffset{Epoch: r.decision.LeaderEpoch, Offset: r.decision.Next}
 	}
 	s.mu.Unlock()
 	if len(live) == 0 {
 		return
 	}
-	s.client.SetOffsets(forceSeek(offsets))
+	if len(again) > 0 {
+		s.client.SetOffsets(forceSeek(again))
+	}
 	s.client.SetOffsets(offsets)
 	for _, r := range live {
 		r.a.begin(r.decision)
 		r.a.clearPaused(PauseAcquiring)
 		s.c.assignment(Assignment{Topic: r.a.topic, Partition: r.a.partition, Change: Acquired, Offset: r.decision.Next, Rule: r.rule})
 	}
+}
+
+func set(m map[string]map[int32]kgo.EpochOffset, at spot, to kgo.EpochOffset) {
+	if m[at.topic] == nil {
+		m[at.topic] = map[int32]kgo.EpochOffset{}
+	}
+	m[at.topic][at.partition] = to
 }
 
 // forceSeek is a first SetOffsets to another place: franz-go skips one that

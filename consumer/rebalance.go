@@ -17,16 +17,17 @@ func (s *session) onAssigned(_ context.Context, _ *kgo.Client, partitions map[st
 	<-s.opened
 	for topic, ps := range partitions {
 		for _, p := range ps {
-			s.create(spot{topic, p}, 0, func() {})
+			s.create(spot{topic, p}, false, 0, func() {})
 			s.c.assignment(Assignment{Topic: topic, Partition: p, Change: Assigned})
 		}
 	}
 }
 
 // create makes an assignment and starts its acquire, after delay and after
-// what ends its predecessor.
-func (s *session) create(at spot, delay time.Duration, before func()) {
+// what ends its predecessor, if it is the successor of one.
+func (s *session) create(at spot, successor bool, delay time.Duration, before func()) {
 	a := newAssignment(s.c, s, at.topic, at.partition)
+	a.successor = successor
 	s.mu.Lock()
 	s.assigned[at] = a
 	s.mu.Unlock()
@@ -153,7 +154,7 @@ func (s *session) replace(a *assignment, why string, delay time.Duration, end fu
 		return
 	}
 	s.c.faults.warn("acquiring a partition anew", "topic", a.topic, "partition", a.partition, "why", why)
-	s.create(at, delay, end)
+	s.create(at, true, delay, end)
 }
 
 // fenced reacts to the loss of a partition in Postgres. If Kafka still says
