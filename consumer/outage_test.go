@@ -39,6 +39,7 @@ func TestLostCommitIsJudgedByItsClaim(t *testing.T) {
 			w := newWorld(t, 2)
 			cfg := w.config()
 			cfg.NoBackground = true // its COMMITs would be cut instead
+			cfg.Transactions = 1    // batches that fight become single messages, and one that loses its connection alone again and again is counted
 			p := w.proxied(&cfg)
 			w.fill(0, "a", 300, 10)
 			w.fill(1, "b", 300, 10)
