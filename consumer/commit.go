@@ -112,10 +112,7 @@ func (s *session) commitOffsets(ctx context.Context, marks []dedupe.Mark) map[sp
 	tags := map[spot]string{}
 	for _, m := range marks {
 		at := spot{m.Fence.Topic, m.Fence.Partition}
-		if offsets[at.topic] == nil {
-			offsets[at.topic] = map[int32]kgo.EpochOffset{}
-		}
-		offsets[at.topic][at.partition] = kgo.EpochOffset{Epoch: m.LeaderEpoch, Offset: m.Next}
+		set(offsets, at, kgo.EpochOffset{Epoch: m.LeaderEpoch, Offset: m.Next})
 		tags[at] = commitTag(m.Fence.TopicID, m.Next)
 		results[at] = errNoAnswer
 	}

@@ -37,7 +37,7 @@ type Outcome struct {
 	Offset      int64
 	LeaderEpoch int32
 	Result      Result
-	Code        string // of a retry, snooze, letter or skip; the cause of a duplicate: redelivered, same_key, same_batch, buried
+	Code        string // of a retry, snooze, letter or skip; the cause of a duplicate: redelivered, same_batch, buried
 	Attempt     int    // counted attempts so far
 	Err         error  // what the handler returned; may quote user data
 	Runs        int    // how often the handler ran for it in this process
